@@ -1,0 +1,289 @@
+// The Python module pyckpt._C: conversions, the GIL, exceptions; nothing else. pyckpt/_C.pyi
+// documents it.
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
+
+#ifdef PYCKPT_CUDA
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "crc32.h"
+#include "engine.h"
+#include "envelope.h"
+#include "error.h"
+#include "write_job.h"
+
+namespace py = pybind11;
+
+namespace pyckpt {
+namespace {
+
+Direct to_direct(const std::string& name) {
+  if (name == "auto") return Direct::kAuto;
+  if (name == "require") return Direct::kRequire;
+  if (name == "off") return Direct::kOff;
+  throw std::invalid_argument("direct must be 'auto', 'require' or 'off', not '" + name + "'");
+}
+
+// A buffer whose bytes lie one after another; throws BufferError where they do not.
+class ContiguousBuffer {
+ public:
+  explicit ContiguousBuffer(const py::handle& object) : view_(std::make_unique<Py_buffer>()) {
+    if (PyObject_GetBuffer(object.ptr(), view_.get(), PyBUF_SIMPLE) != 0) {
+      view_.reset();
+      throw py::error_already_set();
+    }
+  }
+  ContiguousBuffer(ContiguousBuffer&&) = default;
+  ContiguousBuffer& operator=(ContiguousBuffer&&) = default;
+  ~ContiguousBuffer() {
+    if (view_) PyBuffer_Release(view_.get());
+  }
+
+  const std::byte* data() const { return static_cast<const std::byte*>(view_->buf); }
+  size_t size() const { return static_cast<size_t>(view_->len); }
+
+ private:
+  std::unique_ptr<Py_buffer> view_;
+};
+
+uint32_t crc32_of(const py::object& buffer, uint32_t crc) {
+  const ContiguousBuffer view(buffer);
+  py::gil_scoped_release release;
+  return crc32(crc, view.data(), view.size());
+}
+
+// Whether the tensor is memory and nothing more: its bytes, as they lie, are its values.
+bool is_plain(const at::Tensor& tensor) {
+  const at::Device device = tensor.device();
+  if (!device.is_cpu() && !device.is_cuda()) return false;
+  return tensor.layout() == at::kStrided && !tensor.is_quantized() && !tensor.is_conj() &&
+         !tensor.is_neg() && tensor.has_storage();
+}
+
+// A WriteJob, and what keeps alive the memory that it reads.
+class PyWriteJob {
+ public:
+  PyWriteJob(std::shared_ptr<Engine> engine, const std::string& path, const std::string& direct,
+             bool sync, uint64_t preallocate)
+      : engine_(std::move(engine)) {
+    WriteOptions options{to_direct(direct), sync, preallocate};
+    py::gil_scoped_release release;
+    job_ = engine_->start_write(path, options);
+  }
+  PyWriteJob(const PyWriteJob&) = delete;
+  PyWriteJob& operator=(const PyWriteJob&) = delete;
+  ~PyWriteJob() { abandon(); }
+
+  bool add_tensor(const at::Tensor& tensor, const std::shared_ptr<Envelope>& envelope) {
+    if (!is_plain(tensor)) return false;
+    Source source;
+    source.data = static_cast<const std::byte*>(tensor.const_data_ptr());
+    source.size = tensor.nbytes();
+    if (source.size != envelope->payload_size) {
+      throw std::invalid_argument("the envelope is for another number of bytes");
+    }
+    if (!tensor.is_non_overlapping_and_dense()) {
+      if (!tensor.is_cpu()) return false;
+      source.strided = std::make_shared<Strided>(tensor.sizes().vec(), tensor.strides().vec(),
+                                                 tensor.element_size());
+    }
+    if (tensor.is_cuda()) source.device = device_of(tensor);
+    held_.push_back({tensor, {}});
+    add(envelope, std::move(source));
+    return true;
+  }
+
+  void add_bytes(const py::object& object) {
+    ContiguousBuffer view(object);
+    Source source;
+    source.data = view.data();
+    source.size = view.size();
+    held_.push_back({at::Tensor(), {}});
+    held_.back().buffers.push_back(std::move(view));
+    add(nullptr, std::move(source));
+  }
+
+  // One (offset, length, crc32, payload_offset, payload_length) an item.
+  py::list finish() {
+    {
+      py::gil_scoped_release release;
+      job_->finish();
+    }
+    held_.clear();
+    py::list places;
+    for (const Item& item : job_->items()) {
+      places.append(py::make_tuple(item.offset, item.length, item.crc.load(), item.payload_offset,
+                                   item.source.size));
+    }
+    return places;
+  }
+
+  void abandon() {
+    {
+      py::gil_scoped_release release;
+      if (job_) job_->abandon();
+    }
+    held_.clear();
+  }
+
+  WriteStatistics statistics() const { return job_->statistics(); }
+
+ private:
+  struct Held {
+    at::Tensor tensor;
+    std::vector<ContiguousBuffer> buffers;  // one or none
+  };
+
+  void add(std::shared_ptr<const Envelope> envelope, Source source) {
+    // Adding takes less time than handing the GIL over and back would; waiting is another matter.
+    if (!job_->add(std::move(envelope), std::move(source))) {
+      py::gil_scoped_release release;
+      job_->wait_for_room();
+    }
+    for (const size_t consumed = job_->consumed(); released_ < consumed; ++released_) {
+      held_.pop_front();
+    }
+  }
+
+  std::shared_ptr<Device> device_of([[maybe_unused]] const at::Tensor& tensor) {
+    const int index = tensor.get_device();
+#ifdef PYCKPT_CUDA
+    // What the caller queued may still be computing the values. Engine threads copy on a stream
+    // that knows nothing of it.
+    py::gil_scoped_release release;
+    c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(index)).synchronize();
+#endif
+    return engine_->cuda_device(index);
+  }
+
+  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<WriteJob> job_;
+  std::deque<Held> held_;  // of the items from number released_ on
+  size_t released_ = 0;
+};
+
+std::shared_ptr<Envelope> make_envelope(std::string prefix, std::string suffix,
+                                        uint64_t payload_size, std::vector<uint32_t> crc_positions,
+                                        uint32_t id_position, uint32_t id_size,
+                                        uint32_t id_hash_position,
+                                        std::vector<uint32_t> id_crc_positions,
+                                        std::vector<uint32_t> crcs_before,
+                                        std::vector<uint32_t> crcs_after) {
+  auto envelope = std::make_shared<Envelope>();
+  envelope->prefix = std::move(prefix);
+  envelope->suffix = std::move(suffix);
+  envelope->payload_size = payload_size;
+  envelope->crc_positions = std::move(crc_positions);
+  envelope->id_position = id_position;
+  envelope->id_size = id_size;
+  envelope->id_hash_position = id_hash_position;
+  envelope->id_crc_positions = std::move(id_crc_positions);
+  envelope->crcs_before = std::move(crcs_before);
+  envelope->crcs_after = std::move(crcs_after);
+  envelope->check();
+  return envelope;
+}
+
+py::bytes stamped_suffix(const Envelope& envelope, uint32_t crc) {
+  std::string suffix = envelope.suffix;
+  envelope.stamp(crc, suffix.data());
+  return suffix;
+}
+
+void translate_exception(std::exception_ptr pointer) {
+  const auto raise = [](const char* name, const char* message) {
+    const py::object type = py::module_::import("pyckpt.errors").attr(name);
+    PyErr_SetString(type.ptr(), message);
+  };
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const IoError& error) {
+    // OSError picks the subclass (FileNotFoundError, ...) from the number.
+    const py::object path = error.path().empty() ? py::none() : py::object(py::str(error.path()));
+    const py::object exception =
+        py::handle(PyExc_OSError)(error.error_number(), error.message(), path);
+    PyErr_SetObject(PyExc_OSError, exception.ptr());
+  } catch (const EngineClosed& error) {
+    raise("EngineClosed", error.what());
+  } catch (const CudaError& error) {
+    raise("CudaError", error.what());
+  }
+}
+
+void register_engine(py::module_& module) {
+  py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
+      .def(py::init([](size_t slot_bytes, size_t slots, size_t io_threads) {
+             return std::make_shared<Engine>(EngineOptions{slot_bytes, slots, io_threads});
+           }),
+           py::kw_only(), py::arg("slot_bytes"), py::arg("slots"), py::arg("io_threads"))
+      .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("closed", &Engine::closed)
+      .def(
+          "write",
+          [](std::shared_ptr<Engine> engine, const std::string& path, const std::string& direct,
+             bool sync, uint64_t preallocate) {
+            return std::make_unique<PyWriteJob>(std::move(engine), path, direct, sync, preallocate);
+          },
+          py::arg("path"), py::kw_only(), py::arg("direct") = "auto", py::arg("sync") = true,
+          py::arg("preallocate") = 0);
+}
+
+void register_write_job(py::module_& module) {
+  py::class_<WriteStatistics>(module, "WriteStatistics")
+      .def_readonly("items", &WriteStatistics::items)
+      .def_readonly("bytes_added", &WriteStatistics::bytes_added)
+      .def_readonly("bytes_written", &WriteStatistics::bytes_written)
+      .def_readonly("seconds", &WriteStatistics::seconds)
+      .def_readonly("copy_seconds", &WriteStatistics::copy_seconds)
+      .def_readonly("checksum_seconds", &WriteStatistics::checksum_seconds)
+      .def_readonly("write_seconds", &WriteStatistics::write_seconds)
+      .def_readonly("sync_seconds", &WriteStatistics::sync_seconds)
+      .def_readonly("slot_waits", &WriteStatistics::slot_waits)
+      .def_readonly("direct", &WriteStatistics::direct)
+      .def_readonly("fallback_reason", &WriteStatistics::fallback_reason);
+  py::class_<PyWriteJob>(module, "WriteJob")
+      .def("add_tensor", &PyWriteJob::add_tensor, py::arg("tensor"), py::arg("envelope"))
+      .def("add_bytes", &PyWriteJob::add_bytes, py::arg("buffer"))
+      .def("finish", &PyWriteJob::finish)
+      .def("abandon", &PyWriteJob::abandon)
+      .def("statistics", &PyWriteJob::statistics);
+}
+
+void register_envelope(py::module_& module) {
+  py::class_<Envelope, std::shared_ptr<Envelope>>(module, "Envelope")
+      .def(py::init(&make_envelope), py::kw_only(), py::arg("prefix"), py::arg("suffix"),
+           py::arg("payload_size"), py::arg("crc_positions"), py::arg("id_position") = 0,
+           py::arg("id_size") = 0, py::arg("id_hash_position") = 0,
+           py::arg("id_crc_positions") = std::vector<uint32_t>(),
+           py::arg("crcs_before") = std::vector<uint32_t>(),
+           py::arg("crcs_after") = std::vector<uint32_t>())
+      .def_property_readonly("prefix",
+                             [](const Envelope& envelope) { return py::bytes(envelope.prefix); })
+      .def_readonly("payload_size", &Envelope::payload_size)
+      .def("suffix", &stamped_suffix, py::arg("crc"));
+}
+
+}  // namespace
+}  // namespace pyckpt
+
+PYBIND11_MODULE(_C, module) {
+  py::register_exception_translator(&pyckpt::translate_exception);
+  module.attr("torch_version") = TORCH_VERSION;
+#ifdef PYCKPT_CUDA
+  module.attr("cuda") = true;
+#else
+  module.attr("cuda") = false;
+#endif
+  module.def("crc32", &pyckpt::crc32_of, py::arg("buffer"), py::arg("crc") = 0);
+  module.def("crc32_shift", &pyckpt::crc32_shift, py::arg("crc"), py::arg("size"));
+  pyckpt::register_envelope(module);
+  pyckpt::register_engine(module);
+  pyckpt::register_write_job(module);
+}

@@ -1,0 +1,27 @@
+// Memory that the host cannot read by itself.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+namespace pyckpt {
+
+// One accelerator. Safe to call from any thread.
+class Device {
+ public:
+  virtual ~Device() = default;
+
+  // Copies to host memory; the bytes are there when it returns. Throws CudaError.
+  virtual void copy_to_host(std::byte* to, const std::byte* from, size_t size) = 0;
+};
+
+#ifdef PYCKPT_CUDA
+// Page-locks host memory, so that devices reach it by DMA, and lets it go again.
+void register_host_memory(void* memory, size_t size);
+void unregister_host_memory(void* memory) noexcept;
+
+// The CUDA device of that index, with a stream of its own that runs apart from the program's.
+std::shared_ptr<Device> make_cuda_device(int index);
+#endif
+
+}  // namespace pyckpt

@@ -1,0 +1,87 @@
+#include "engine.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "error.h"
+
+namespace pyckpt {
+
+Engine::Engine(const EngineOptions& options) : options_(options), process_(::getpid()) {
+  if (options.slot_bytes == 0 || options.slot_bytes % kPayloadAlignment != 0) {
+    throw std::invalid_argument("slot_bytes must be a positive multiple of 4096");
+  }
+  if (options.slots == 0) throw std::invalid_argument("slots must be positive");
+  if (options.io_threads == 0) throw std::invalid_argument("io_threads must be positive");
+  ring_ = std::make_unique<SlotRing>(options.slots, options.slot_bytes);
+  threads_ = std::make_unique<IoThreads>(options.io_threads);
+}
+
+Engine::~Engine() {
+  if (forked()) {
+    // The threads are not in this process, and their locks may have been held when it began: there
+    // is nothing to join and nothing that is safe to free.
+    threads_.release();
+    ring_.release();
+    return;
+  }
+  close();
+}
+
+std::shared_ptr<WriteJob> Engine::start_write(const std::string& path,
+                                              const WriteOptions& options) {
+  if (forked()) throw EngineClosed("the engine was made in another process, before a fork");
+  std::lock_guard lock(mutex_);
+  check_open();
+  std::shared_ptr<WriteJob> job = WriteJob::start(ring_.get(), threads_.get(), path, options);
+  const auto gone = [](const std::weak_ptr<WriteJob>& other) { return other.expired(); };
+  jobs_.erase(std::remove_if(jobs_.begin(), jobs_.end(), gone), jobs_.end());
+  jobs_.push_back(job);
+  return job;
+}
+
+std::shared_ptr<Device> Engine::cuda_device([[maybe_unused]] int index) {
+#ifdef PYCKPT_CUDA
+  std::lock_guard lock(mutex_);
+  check_open();
+  ring_->pin();
+  const auto at = static_cast<size_t>(index);
+  if (devices_.size() <= at) devices_.resize(at + 1);
+  if (!devices_[at]) devices_[at] = make_cuda_device(index);
+  return devices_[at];
+#else
+  throw CudaError("pyckpt was built without CUDA");
+#endif
+}
+
+void Engine::close() {
+  std::vector<std::weak_ptr<WriteJob>> jobs;
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+    jobs = std::exchange(jobs_, {});
+  }
+  const auto error = std::make_exception_ptr(EngineClosed("the engine was closed while a job ran"));
+  for (const std::weak_ptr<WriteJob>& weak : jobs) {
+    if (const std::shared_ptr<WriteJob> job = weak.lock()) job->fail(error);
+  }
+  ring_->close();
+  threads_->stop();
+}
+
+bool Engine::closed() const {
+  std::lock_guard lock(mutex_);
+  return closed_;
+}
+
+bool Engine::forked() const { return ::getpid() != process_; }
+
+void Engine::check_open() const {
+  if (closed_) throw EngineClosed("the engine was closed");
+}
+
+}  // namespace pyckpt

@@ -1,0 +1,62 @@
+// Owns what is costly, and lends it to jobs.
+#pragma once
+
+#include <sys/types.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "device.h"
+#include "io_threads.h"
+#include "slot_ring.h"
+#include "write_job.h"
+
+namespace pyckpt {
+
+struct EngineOptions {
+  size_t slot_bytes = 8 << 20;  // a multiple of 4096
+  size_t slots = 8;
+  size_t io_threads = 4;
+};
+
+// A ring of slots and the threads that fill and write them. Jobs of one engine share both; a job
+// that starts while others run gets threads as those run out of work. Must outlive its jobs. Safe
+// to call from any thread, but useless in a forked child, which has the memory of no threads.
+class Engine {
+ public:
+  explicit Engine(const EngineOptions& options);  // throws std::invalid_argument
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+  ~Engine();
+
+  std::shared_ptr<WriteJob> start_write(const std::string& path, const WriteOptions& options);
+
+  // The CUDA device of that index; the ring is registered with CUDA at the first call. Throws
+  // CudaError, also in a build without CUDA.
+  std::shared_ptr<Device> cuda_device(int index);
+
+  // Fails the jobs that run, with EngineClosed, and joins the threads. Idempotent.
+  void close();
+  bool closed() const;
+
+  const EngineOptions& options() const { return options_; }
+
+ private:
+  bool forked() const;
+  void check_open() const;  // with mutex_ held
+
+  const EngineOptions options_;
+  const pid_t process_;
+  std::unique_ptr<SlotRing> ring_;
+  std::unique_ptr<IoThreads> threads_;
+
+  mutable std::mutex mutex_;
+  // Guarded by mutex_.
+  bool closed_ = false;
+  std::vector<std::weak_ptr<WriteJob>> jobs_;
+  std::vector<std::shared_ptr<Device>> devices_;
+};
+
+}  // namespace pyckpt

@@ -1,0 +1,62 @@
+#include "io_threads.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <string>
+#include <utility>
+
+namespace pyckpt {
+
+IoThreads::IoThreads(size_t count) : count_(count) {
+  // Threads inherit the signal mask: with all signals blocked, those of the process go to threads
+  // that expect them (Python's main thread).
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    for (size_t i = 0; i < count; ++i) {
+      threads_.emplace_back([this] { run(); });
+      pthread_setname_np(threads_.back().native_handle(),
+                         ("pyckpt-io-" + std::to_string(i)).c_str());
+    }
+  } catch (...) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    stop();
+    throw;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void IoThreads::submit(std::function<void()> task) {
+  std::lock_guard lock(mutex_);
+  tasks_.push_back(std::move(task));
+  submitted_.notify_one();
+}
+
+void IoThreads::stop() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+    submitted_.notify_all();
+  }
+  for (std::thread& thread : threads_) {
+    if (thread.joinable()) thread.join();
+  }
+}
+
+void IoThreads::run() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    submitted_.wait(lock, [this] { return stopping_ || !tasks_.empty(); });
+    if (tasks_.empty()) return;
+    std::function<void()> task = std::move(tasks_.front());
+    tasks_.pop_front();
+    lock.unlock();
+    task();
+    task = nullptr;  // what it holds is let go of outside the lock
+    lock.lock();
+  }
+}
+
+}  // namespace pyckpt

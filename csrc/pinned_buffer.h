@@ -1,0 +1,30 @@
+// Page-aligned host memory that the disk and, once registered, the GPU can reach by DMA.
+#pragma once
+
+#include <cstddef>
+
+namespace pyckpt {
+
+// Owns one mapping, on huge pages where the kernel offers them. Not touched before first use, so it
+// costs address space alone until then. Not thread-safe; the memory itself is anyone's.
+class PinnedBuffer {
+ public:
+  explicit PinnedBuffer(size_t size);  // throws IoError (ENOMEM)
+  PinnedBuffer(const PinnedBuffer&) = delete;
+  PinnedBuffer& operator=(const PinnedBuffer&) = delete;
+  ~PinnedBuffer();
+
+  // Registers the memory with CUDA at the first call; nothing in a build without CUDA. Throws
+  // CudaError.
+  void pin();
+
+  std::byte* data() { return data_; }
+  size_t size() const { return size_; }
+
+ private:
+  std::byte* data_;
+  size_t size_;
+  bool pinned_ = false;
+};
+
+}  // namespace pyckpt

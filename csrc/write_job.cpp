@@ -1,0 +1,331 @@
+#include "write_job.h"
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <utility>
+
+#include "crc32.h"
+#include "error.h"
+
+namespace pyckpt {
+namespace {
+
+// Copying and checksumming take turns on blocks that stay in a core's cache, so that the checksum
+// does not fetch from memory what the copy just brought.
+constexpr uint64_t kCacheBlock = 128 << 10;
+
+// Adds the time from its making to its end to a counter.
+class Timer {
+ public:
+  explicit Timer(std::atomic<int64_t>* counter)
+      : counter_(counter), start_(std::chrono::steady_clock::now()) {}
+  Timer(const Timer&) = delete;
+  Timer& operator=(const Timer&) = delete;
+  ~Timer() {
+    const auto passed = std::chrono::steady_clock::now() - start_;
+    counter_->fetch_add(std::chrono::nanoseconds(passed).count(), std::memory_order_relaxed);
+  }
+
+ private:
+  std::atomic<int64_t>* const counter_;
+  const std::chrono::steady_clock::time_point start_;
+};
+
+double seconds(int64_t nanoseconds) { return static_cast<double>(nanoseconds) * 1e-9; }
+
+Image::Options image_options(const SlotRing& ring, const File& file) {
+  Image::Options options;
+  options.slot_bytes = ring.slot_bytes();
+  options.alignment = std::max<uint64_t>(kPayloadAlignment, file.offset_alignment());
+  // A buffered write copies from anywhere; a direct one needs the memory aligned.
+  options.in_place_memory = file.memory_alignment();
+  return options;
+}
+
+void copy_bytes(std::byte* to, const std::string& from, const Piece& piece) {
+  std::memcpy(to, from.data() + piece.begin, piece.size);
+}
+
+}  // namespace
+
+std::shared_ptr<WriteJob> WriteJob::start(SlotRing* ring, IoThreads* threads,
+                                          const std::string& path, const WriteOptions& options) {
+  std::shared_ptr<WriteJob> job(new WriteJob(ring, options, File::create(path, options.direct)));
+  job->file_.preallocate(options.preallocate);
+  // The tasks hold the job, so one that comes to run after the job's end finds it, and nothing to
+  // do.
+  for (size_t i = 0; i < threads->count(); ++i) threads->submit([job] { job->work(); });
+  return job;
+}
+
+WriteJob::WriteJob(SlotRing* ring, const WriteOptions& options, File file)
+    : ring_(ring),
+      options_(options),
+      started_(Clock::now()),
+      image_(image_options(*ring, file)),
+      file_(std::move(file)) {}
+
+WriteJob::~WriteJob() { abandon(); }
+
+bool WriteJob::add(std::shared_ptr<const Envelope> envelope, Source source) {
+  rethrow_if_failed();
+  image_.add(std::move(envelope), std::move(source), &full_);
+  items_added_.fetch_add(1, std::memory_order_relaxed);
+  bytes_added_.store(image_.size(), std::memory_order_relaxed);
+  if (full_.empty()) return true;
+  std::lock_guard lock(mutex_);
+  publish();
+  return has_room();
+}
+
+void WriteJob::wait_for_room() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return error_ || has_room(); });
+}
+
+// Hands the windows that are full to the threads. The caller holds mutex_.
+void WriteJob::publish() {
+  for (Window& window : full_) {
+    ready_bytes_ += window.size;
+    ready_.push_back(std::move(window));
+  }
+  full_.clear();
+  changed_.notify_all();
+}
+
+void WriteJob::finish() {
+  rethrow_if_failed();
+  image_.finish(&full_);
+  bytes_added_.store(image_.size(), std::memory_order_relaxed);
+  {
+    std::unique_lock lock(mutex_);
+    closed_ = true;
+    publish();
+    changed_.wait(lock, [this] { return active_ == 0 && (error_ || ready_.empty()); });
+  }
+  rethrow_if_failed();
+  try {
+    // The last write was padded to the disk's blocks, and the preallocation was a guess.
+    file_.truncate(image_.size());
+    close_file();
+  } catch (...) {
+    fail(std::current_exception());
+    throw;
+  }
+  total_ns_.store(std::chrono::nanoseconds(Clock::now() - started_).count());
+  ended_ = true;
+}
+
+void WriteJob::close_file() {
+  Timer timer(&sync_ns_);
+  if (options_.sync) file_.sync();
+  file_.close();
+  if (options_.sync) sync_directory(std::filesystem::path(file_.path()).parent_path().string());
+}
+
+void WriteJob::abandon() noexcept {
+  if (ended_) return;
+  ended_ = true;
+  fail(std::make_exception_ptr(std::runtime_error("the job was abandoned")));
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return active_ == 0; });
+    ready_.clear();
+  }
+  remove_file(file_.path());
+  total_ns_.store(std::chrono::nanoseconds(Clock::now() - started_).count());
+}
+
+void WriteJob::fail(std::exception_ptr error) noexcept {
+  std::lock_guard lock(mutex_);
+  if (!error_) error_ = std::move(error);
+  failed_.store(true, std::memory_order_release);
+  changed_.notify_all();
+  checksummed_.notify_all();
+}
+
+size_t WriteJob::consumed() {
+  const std::deque<Item>& items = image_.items();
+  while (consumed_ < items.size() &&
+         items[consumed_].pieces_left.load(std::memory_order_acquire) == 0) {
+    ++consumed_;
+  }
+  return consumed_;
+}
+
+WriteStatistics WriteJob::statistics() const {
+  WriteStatistics statistics;
+  statistics.items = items_added_.load();
+  statistics.bytes_added = bytes_added_.load();
+  statistics.bytes_written = bytes_written_.load();
+  const int64_t total = total_ns_.load();
+  statistics.seconds =
+      seconds(total >= 0 ? total : std::chrono::nanoseconds(Clock::now() - started_).count());
+  statistics.copy_seconds = seconds(copy_ns_.load());
+  statistics.checksum_seconds = seconds(checksum_ns_.load());
+  statistics.write_seconds = seconds(write_ns_.load());
+  statistics.sync_seconds = seconds(sync_ns_.load());
+  statistics.slot_waits = slot_waits_.load();
+  statistics.direct = file_.direct();
+  statistics.fallback_reason = file_.fallback_reason();
+  return statistics;
+}
+
+void WriteJob::rethrow_if_failed() {
+  if (!failed_.load(std::memory_order_acquire)) return;
+  std::lock_guard lock(mutex_);
+  std::rethrow_exception(error_);
+}
+
+void WriteJob::work() noexcept {
+  try {
+    while (std::optional<Claim> claimed = claim()) {
+      bool written = false;
+      try {
+        written = write_window(*claimed);
+      } catch (...) {
+        fail(std::current_exception());
+      }
+      claimed->slot.release();
+      std::lock_guard lock(mutex_);
+      --active_;
+      if (written) bytes_written_.fetch_add(claimed->window.size, std::memory_order_relaxed);
+      changed_.notify_all();
+    }
+  } catch (...) {
+    fail(std::current_exception());
+  }
+}
+
+// A window is taken only with the slot that it needs in hand. So of the windows taken, the first
+// can always go on, and those that wait for its checksum come to their turn.
+std::optional<WriteJob::Claim> WriteJob::claim() {
+  Slot slot;
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    if (ready_.empty()) slot.release();  // nobody should sit on a slot while the feeder thinks
+    changed_.wait(lock, [this] { return error_ || !ready_.empty() || closed_; });
+    if (error_ || ready_.empty()) return std::nullopt;
+    const bool in_place = ready_.front().in_place;
+    if (in_place || slot) {
+      Claim claimed{std::move(ready_.front()), in_place ? Slot() : std::move(slot)};
+      ready_.pop_front();
+      ready_bytes_ -= claimed.window.size;
+      ++active_;
+      changed_.notify_all();
+      return claimed;
+    }
+    lock.unlock();
+    bool waited = false;
+    slot = ring_->acquire(&waited);
+    if (waited) slot_waits_.fetch_add(1, std::memory_order_relaxed);
+    lock.lock();
+  }
+}
+
+// Returns false where the job failed meanwhile.
+bool WriteJob::write_window(const Claim& claim) {
+  const Window& window = claim.window;
+  if (window.in_place) {
+    const Piece& piece = window.pieces.front();
+    checksum_in_place(piece);
+    Timer timer(&write_ns_);
+    file_.write(piece.item->source.data + piece.begin, window.size, window.offset);
+    return true;
+  }
+  if (!fill(window, claim.slot.data())) return false;
+  uint64_t size = window.size;
+  if (file_.direct()) {
+    const uint64_t alignment = file_.offset_alignment();
+    size = std::min<uint64_t>((size + alignment - 1) / alignment * alignment, ring_->slot_bytes());
+    std::memset(claim.slot.data() + window.size, 0, size - window.size);
+  }
+  Timer timer(&write_ns_);
+  file_.write(claim.slot.data(), size, window.offset);
+  return true;
+}
+
+bool WriteJob::fill(const Window& window, std::byte* slot) {
+  uint64_t filled = 0;
+  std::string suffix;
+  for (const Piece& piece : window.pieces) {
+    std::memset(slot + filled, 0, piece.at - filled);
+    filled = piece.at + piece.size;
+    switch (piece.part) {
+      case Part::kGap:
+        break;
+      case Part::kPrefix:
+        copy_bytes(slot + piece.at, piece.item->envelope->prefix, piece);
+        break;
+      case Part::kPayload:
+        fill_payload(piece, slot + piece.at);
+        break;
+      case Part::kSuffix:
+        if (!wait_for_checksum(*piece.item)) return false;
+        suffix = piece.item->envelope->suffix;
+        piece.item->envelope->stamp(piece.item->crc.load(std::memory_order_relaxed), suffix.data());
+        copy_bytes(slot + piece.at, suffix, piece);
+        break;
+    }
+  }
+  std::memset(slot + filled, 0, window.size - filled);
+  return true;
+}
+
+void WriteJob::fill_payload(const Piece& piece, std::byte* to) {
+  const Source& source = piece.item->source;
+  if (source.device) {
+    Timer timer(&copy_ns_);
+    source.device->copy_to_host(to, source.data + piece.begin, piece.size);
+  }
+  uint32_t crc = 0;
+  for (uint64_t done = 0; done < piece.size;) {
+    const uint64_t step = std::min(kCacheBlock, piece.size - done);
+    if (!source.device) {
+      Timer timer(&copy_ns_);
+      if (source.strided) {
+        source.strided->gather(to + done, source.data, piece.begin + done, step);
+      } else {
+        std::memcpy(to + done, source.data + piece.begin + done, step);
+      }
+    }
+    Timer timer(&checksum_ns_);
+    crc = crc32(crc, to + done, step);
+    done += step;
+  }
+  count_off(piece, crc);
+}
+
+void WriteJob::checksum_in_place(const Piece& piece) {
+  uint32_t crc;
+  {
+    Timer timer(&checksum_ns_);
+    crc = crc32(0, piece.item->source.data + piece.begin, piece.size);
+  }
+  count_off(piece, crc);
+}
+
+void WriteJob::count_off(const Piece& piece, uint32_t crc) {
+  Item& item = *piece.item;
+  const uint64_t after = item.source.size - piece.begin - piece.size;
+  item.crc.fetch_xor(after == 0 ? crc : crc32_shift(crc, after), std::memory_order_relaxed);
+  const bool whole = piece.size == item.source.size;
+  if (item.pieces_left.fetch_sub(1, std::memory_order_acq_rel) == 1 && !whole) {
+    // The lock makes sure that a thread which saw the old count has begun to wait.
+    std::lock_guard lock(mutex_);
+    checksummed_.notify_all();
+  }
+}
+
+// Waits until all pieces of the payload were checksummed, by whichever threads. Returns false where
+// the job failed instead.
+bool WriteJob::wait_for_checksum(const Item& item) {
+  const auto complete = [&] { return item.pieces_left.load(std::memory_order_acquire) == 0; };
+  if (complete()) return true;
+  std::unique_lock lock(mutex_);
+  checksummed_.wait(lock, [&] { return error_ || complete(); });
+  return complete();
+}
+
+}  // namespace pyckpt

@@ -1,0 +1,138 @@
+// Writes one file: items -> windows -> slots -> checksums -> disk.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "file.h"
+#include "image.h"
+#include "io_threads.h"
+#include "slot_ring.h"
+
+namespace pyckpt {
+
+struct WriteOptions {
+  Direct direct = Direct::kAuto;
+  bool sync = true;          // make the file and its name durable before `finish` returns
+  uint64_t preallocate = 0;  // bytes the file will have, as far as one knows
+};
+
+// What a job did so far; a copy, consistent enough for a progress bar. Times are seconds summed
+// over threads, so that with several threads they may add up to more than the time that passed.
+struct WriteStatistics {
+  uint64_t items = 0;
+  uint64_t bytes_added = 0;  // of the file, as far as it is laid out
+  uint64_t bytes_written = 0;
+  double seconds = 0;  // from the job's start to its end, or to now
+  double copy_seconds = 0;
+  double checksum_seconds = 0;
+  double write_seconds = 0;
+  double sync_seconds = 0;
+  uint64_t slot_waits = 0;  // how often a thread had to wait for a free slot
+  bool direct = false;
+  std::string fallback_reason;
+};
+
+// One file on its way to disk. One thread, the feeder, calls `add` and then `finish` or `abandon`;
+// the engine's threads do the work; `statistics` and `consumed` may be called from anywhere.
+//
+// The first error anywhere stops all of it and is thrown from every later call. A job that was not
+// finished, for whatever reason, removes its file.
+class WriteJob : public std::enable_shared_from_this<WriteJob> {
+ public:
+  // Makes the file (EEXIST where there is one). The ring and the threads must outlive the job.
+  static std::shared_ptr<WriteJob> start(SlotRing* ring, IoThreads* threads,
+                                         const std::string& path, const WriteOptions& options);
+  ~WriteJob();
+
+  // Appends an item, without waiting for anything. Returns false where more than a ring's worth of
+  // bytes are queued: a feeder that makes its sources as it goes, and calls `wait_for_room` then,
+  // needs no more memory than that.
+  bool add(std::shared_ptr<const Envelope> envelope, Source source);
+  void wait_for_room();
+
+  // Waits for everything, cuts the file to its length, syncs it and its directory, closes it.
+  void finish();
+
+  // Stops as soon as the transfers under way are over, and removes the file. Idempotent, nothrow.
+  void abandon() noexcept;
+
+  // Fails the job from outside: `add` and `finish` will throw what `error` holds.
+  void fail(std::exception_ptr error) noexcept;
+
+  // How many items, from the first, have been read completely: their sources may go.
+  size_t consumed();
+
+  // The items, with places and checksums; complete after `finish`.
+  const std::deque<Item>& items() const { return image_.items(); }
+
+  WriteStatistics statistics() const;
+
+ private:
+  struct Claim {
+    Window window;
+    Slot slot;  // none where the window is written in place
+  };
+  using Clock = std::chrono::steady_clock;
+
+  WriteJob(SlotRing* ring, const WriteOptions& options, File file);
+
+  void publish();
+  bool has_room() const { return ready_bytes_ <= ring_->slots() * ring_->slot_bytes(); }
+  void close_file();
+  void work() noexcept;
+  std::optional<Claim> claim();
+  bool write_window(const Claim& claim);
+  bool fill(const Window& window, std::byte* slot);
+  void fill_payload(const Piece& piece, std::byte* to);
+  void checksum_in_place(const Piece& piece);
+  void count_off(const Piece& piece, uint32_t crc);
+  bool wait_for_checksum(const Item& item);
+  void rethrow_if_failed();
+
+  // Constant after construction.
+  SlotRing* const ring_;
+  const WriteOptions options_;
+  const Clock::time_point started_;
+
+  // The feeder's alone.
+  Image image_;
+  std::vector<Window> full_;
+  size_t consumed_ = 0;
+  bool ended_ = false;
+
+  File file_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;  // windows came or went, the job closed or failed
+  std::condition_variable checksummed_;
+  // Guarded by mutex_.
+  std::deque<Window> ready_;
+  uint64_t ready_bytes_ = 0;
+  size_t active_ = 0;  // windows that a thread is writing
+  bool closed_ = false;
+  std::exception_ptr error_;
+
+  // Counters, each on its own.
+  std::atomic<bool> failed_{false};  // error_ is set; spares a look under the lock
+  std::atomic<uint64_t> items_added_{0};
+  std::atomic<uint64_t> bytes_added_{0};
+  std::atomic<uint64_t> bytes_written_{0};
+  std::atomic<int64_t> copy_ns_{0};
+  std::atomic<int64_t> checksum_ns_{0};
+  std::atomic<int64_t> write_ns_{0};
+  std::atomic<int64_t> sync_ns_{0};
+  std::atomic<int64_t> total_ns_{-1};  // -1 while it runs
+  std::atomic<uint64_t> slot_waits_{0};
+};
+
+}  // namespace pyckpt

@@ -1,0 +1,1 @@
+"""The adapters to ``torch.distributed.checkpoint`` (DCP)."""

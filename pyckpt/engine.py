@@ -1,0 +1,141 @@
+"""The engine: the memory and the threads that writers and readers borrow."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+
+from pyckpt import _C
+
+__all__ = ["Engine", "configure", "default_engine"]
+
+_SLOT_GRAIN = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """A ring of page-aligned memory slots and the native threads that move bytes through it.
+
+    Everything that is written streams through the ring, so its size bounds the memory of a save
+    however large the state is. An engine may be shared by any number of writers, from any threads;
+    saves that overlap share its slots and threads. A forked child cannot use its parent's engine.
+
+    Args:
+        max_pinned_bytes: bytes of ring memory at most; at least one slot. (The default, 64 MiB, is
+            what two slots a thread need.)
+        slot_bytes: bytes of one slot, and so of one write to disk; a multiple of 4096.
+        io_threads: threads that copy, checksum and write.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    max_pinned_bytes: int = 64 << 20
+    slot_bytes: int = 8 << 20
+    io_threads: int = 4
+
+    def __post_init__(self) -> None:
+        if self.slot_bytes <= 0 or self.slot_bytes % _SLOT_GRAIN:
+            raise ValueError(f"{self.slot_bytes = } must be a positive multiple of {_SLOT_GRAIN}.")
+        if self.io_threads <= 0:
+            raise ValueError(f"{self.io_threads = } must be positive.")
+        if self.max_pinned_bytes < self.slot_bytes:
+            raise ValueError(f"{self.max_pinned_bytes = } must hold a slot: {self.slot_bytes = }.")
+        native = _C.Engine(
+            slot_bytes=self.slot_bytes,
+            # Two slots a thread: one on its way to disk while the next is filled.
+            slots=min(2 * self.io_threads, self.max_pinned_bytes // self.slot_bytes),
+            io_threads=self.io_threads,
+        )
+        object.__setattr__(self, "_native", native)
+
+    @property
+    def native(self) -> _C.Engine:
+        """The engine's C++ half, for the adapters of this package."""
+        native: _C.Engine = self.__dict__["_native"]
+        return native
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self.native.closed
+
+    def close(self) -> None:
+        """Give memory and threads back. Saves still under way fail with ``EngineClosed``.
+        Idempotent."""
+        self.native.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+_lock = threading.Lock()
+_default: Engine | None = None
+# Engines of the parent that a forked child inherited: kept, since none can be freed there.
+_inherited: list[Engine] = []
+
+
+def default_engine() -> Engine:
+    """The engine of everyone who was not given one; made on first use, closed at exit."""
+    global _default
+    with _lock:
+        if _default is None or _default.closed:
+            _default = Engine()
+        return _default
+
+
+def configure(
+    *,
+    max_pinned_bytes: int | None = None,
+    slot_bytes: int | None = None,
+    io_threads: int | None = None,
+) -> Engine:
+    """Replace the default engine by one of these settings (see ``Engine``) and return it.
+
+    What is left out keeps its default. The engine that was the default before is closed, so call
+    this before the first save; a save that is under way would fail.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    settings = {
+        "max_pinned_bytes": max_pinned_bytes,
+        "slot_bytes": slot_bytes,
+        "io_threads": io_threads,
+    }
+    engine = Engine(**{name: value for name, value in settings.items() if value is not None})
+    global _default
+    with _lock:
+        before, _default = _default, engine
+    if before is not None:
+        before.close()
+    return engine
+
+
+def _close_default() -> None:
+    if _default is not None:
+        _default.close()
+
+
+def _forget_default() -> None:
+    global _default, _lock
+    _lock = threading.Lock()
+    if _default is not None:
+        _inherited.append(_default)
+        _default = None
+
+
+# At exit the threads must be gone before the CUDA runtime and the interpreter are.
+atexit.register(_close_default)
+os.register_at_fork(after_in_child=_forget_default)

@@ -1,0 +1,107 @@
+"""What pyckpt raises.
+
+    Exception
+    ├── OSError                      built in: a system call failed; carries errno and path, and its
+    │                                message names the call and the offset
+    └── PyckptError
+        ├── CorruptCheckpoint        bytes on disk are not the bytes that were saved
+        ├── UnsafeCheckpoint         a file asks for a class that loading does not allow
+        ├── LoadError                a checkpoint and the state it is loaded into do not fit
+        ├── EngineClosed             an engine was used after ``close()``
+        └── CudaError                a CUDA call failed
+
+Wrong arguments are ``ValueError`` and ``TypeError``, as everywhere in Python.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CorruptCheckpoint",
+    "CudaError",
+    "EngineClosed",
+    "LoadError",
+    "PyckptError",
+    "UnsafeCheckpoint",
+]
+
+
+class PyckptError(Exception):
+    """Base class of the errors that pyckpt defines."""
+
+
+class CorruptCheckpoint(PyckptError):
+    """Bytes on disk are not the bytes that were saved: damaged, truncated, missing or swapped.
+
+    The message says all of it; what is known is also in the attributes ``path``, ``key``,
+    ``offset`` (bytes), ``expected`` and ``found`` (checksums or sizes), ``None`` otherwise.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        key: str | None = None,
+        offset: int | None = None,
+        expected: int | None = None,
+        found: int | None = None,
+    ) -> None:
+        # Only the message goes into args: pickle then calls cls(message) and restores the rest.
+        super().__init__(message)
+        self.path = path
+        self.key = key
+        self.offset = offset
+        self.expected = expected
+        self.found = found
+
+
+class UnsafeCheckpoint(PyckptError):
+    """A file asks for a class or function that loading does not allow.
+
+    ``refused`` holds the dotted names of what it asked for; ``path`` or ``key`` tells where.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        key: str | None = None,
+        refused: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.key = key
+        self.refused = refused
+
+
+class LoadError(PyckptError):
+    """A checkpoint does not fit the state it is loaded into.
+
+    ``missing`` are keys of the state that the checkpoint lacks, ``unexpected`` keys of the
+    checkpoint that the state lacks, ``mismatched`` keys whose shapes differ, and ``failures``
+    what each failing rank said, by rank. The message shortens these lists; they are complete.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: tuple[str, ...] = (),
+        unexpected: tuple[str, ...] = (),
+        mismatched: tuple[str, ...] = (),
+        failures: dict[int, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.missing = missing
+        self.unexpected = unexpected
+        self.mismatched = mismatched
+        self.failures = failures or {}
+
+
+class EngineClosed(PyckptError):
+    """An engine, or something that borrows from it, was used after ``close()``."""
+
+
+class CudaError(PyckptError):
+    """A CUDA call failed. The message names the call and what CUDA says of it."""

@@ -1,0 +1,142 @@
+"""The names of a checkpoint's files, and the order of steps that makes a save all or nothing.
+
+A directory holds data files, one a rank and save, and a metadata file that names those that count.
+Data files get names that no earlier save used, so nothing that counts is ever written to. Renaming
+the new metadata over the old is the commit: before it the directory is the old checkpoint, after it
+the new one. Data files that no metadata names are the remains of saves that failed, or were
+replaced; the next commit sweeps them out.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import uuid
+from pathlib import Path
+
+from pyckpt.errors import PyckptError
+from pyckpt.format import metadata as metadata_format
+
+__all__ = [
+    "commit_metadata",
+    "data_file_name",
+    "make_directory",
+    "metadata_name",
+    "new_save_id",
+    "remove_unnamed",
+    "sync_directory",
+]
+
+_logger = logging.getLogger("pyckpt")
+
+_DATA_FILE = re.compile(r"__(?P<rank>\d+)_[^/]+\.distcp")
+_METADATA_FILE = re.compile(r"(__\d+)?\.metadata")
+
+
+def new_save_id() -> str:
+    """A name that no save has had."""
+    return uuid.uuid4().hex
+
+
+def data_file_name(rank: int, save_id: str) -> str:
+    """The file that a rank writes in one save. Stock numbers these; any name will do for it."""
+    return f"__{rank}_{save_id}.distcp"
+
+
+def metadata_name(rank: int | None = None) -> str:
+    """The file that commits a save; of a rank, where each commits for itself
+    (``use_collectives=False``)."""
+    return ".metadata" if rank is None else f"__{rank}.metadata"
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable.
+
+    Raises:
+        OSError: the directory cannot be opened, or its disk failed.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a directory; there is nothing more to do on them.
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def make_directory(path: Path, *, sync: bool) -> None:
+    """Make a directory and those above it, durably with ``sync``. One that exists is fine.
+
+    Raises:
+        NotADirectoryError: there is a file of that name.
+        OSError: a directory cannot be made.
+    """
+    if path.is_dir():
+        return
+    if path.exists():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    make_directory(path.parent, sync=sync)
+    path.mkdir(exist_ok=True)  # another rank may have been faster
+    if sync:
+        sync_directory(path.parent)
+
+
+def commit_metadata(directory: Path, name: str, data: bytes, *, sync: bool) -> None:
+    """Put ``data`` at ``name`` as a whole: what stood there is replaced at once, or stays.
+
+    Raises:
+        OSError: it could not be written; what stood there still does.
+    """
+    path = directory / name
+    temporary = directory / f"{name}.tmp"
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if sync:
+        sync_directory(directory)
+
+
+def remove_unnamed(directory: Path, named: set[str], *, rank: int | None = None) -> None:
+    """Remove the data files, of one rank or of all, that are not in ``named`` and that no metadata
+    in the directory names.
+
+    Call it right after a commit. A file that cannot be removed is logged and stays: it takes room,
+    but it cannot be mistaken for a part of the checkpoint.
+    """
+    try:
+        names = {name for name in os.listdir(directory) if _is_data_file(name, rank)} - named
+        if names:
+            names -= _named_by_metadata(directory)
+    except (OSError, PyckptError) as error:
+        _logger.warning("%s: files of earlier saves were not looked for: %s", directory, error)
+        return
+    for name in names:
+        try:
+            os.unlink(directory / name)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            _logger.warning("%s: a file of an earlier save was not removed: %s", directory, error)
+
+
+def _is_data_file(name: str, rank: int | None) -> bool:
+    match = _DATA_FILE.fullmatch(name)
+    return match is not None and rank in (None, int(match["rank"]))
+
+
+def _named_by_metadata(directory: Path) -> set[str]:
+    named: set[str] = set()
+    for name in filter(_METADATA_FILE.fullmatch, os.listdir(directory)):
+        named.update(metadata_format.data_files(metadata_format.read(directory / name)))
+    return named

@@ -1,0 +1,392 @@
+"""The ``.metadata`` file: DCP's pickle, read without running code, with a checksum behind it.
+
+A file that pyckpt writes is
+
+    pickle      what stock writes: ``pickle.dumps(Metadata)``
+    magic       8 bytes, ``PYCKPTM1``
+    length      uint64, little endian: bytes of the pickle
+    crc32       uint32, little endian: CRC-32 (zlib's) of the pickle
+
+Stock stops at the pickle's STOP and never sees the trailer; a file without one is read too, with
+nothing to check it against. Each tensor's ``_StorageInfo`` carries attributes that stock ignores:
+see `storage_info`.
+
+Reading admits DCP's own metadata classes by exact name and nothing else. What the file gets to
+hold is never the class itself but a sealed stand-in, because pickle can also set attributes on
+what it names: a file must neither call code nor alter a class of the process that reads it.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import pickle
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from pyckpt.errors import CorruptCheckpoint, UnsafeCheckpoint
+
+__all__ = ["MAGIC", "data_files", "decode", "encode", "read", "storage_info"]
+
+MAGIC = b"PYCKPTM1"
+_TRAILER = struct.Struct("<8sQI")
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def storage_info(
+    relative_path: str,
+    offset: int,
+    length: int,
+    *,
+    crc32: int,
+    payload_offset: int,
+    payload_length: int,
+    payload_stride: tuple[int, ...] | None = None,
+) -> _StorageInfo:
+    """Say where an item lies: stock's record, plus what pyckpt needs to read it directly.
+
+    Args:
+        relative_path: the data file, relative to the checkpoint's directory.
+        offset: first byte of the item in that file.
+        length: bytes of the item, envelope included.
+        crc32: CRC-32 of the payload.
+        payload_offset: where the raw tensor bytes begin, in bytes from the item's first byte.
+        payload_length: bytes of the raw tensor. An item that is not a raw tensor in an envelope
+            is a payload as a whole: offset 0, all its length.
+        payload_stride: strides in elements, given only where the payload is not in row-major order.
+    """
+    info = _StorageInfo(relative_path, offset, length)
+    extra = info.__dict__
+    extra["crc32"] = crc32
+    extra["payload_offset"] = payload_offset
+    extra["payload_length"] = payload_length
+    if payload_stride is not None:
+        extra["payload_stride"] = payload_stride
+    return info
+
+
+def encode(metadata: Metadata) -> bytes:
+    """Return the bytes of a ``.metadata`` file: stock's pickle and the trailer."""
+    body = pickle.dumps(metadata)
+    return body + _TRAILER.pack(MAGIC, len(body), zlib.crc32(body))
+
+
+# --- what a file may name -------------------------------------------------------------------------
+
+
+class _Sealed(type):
+    """Metaclass of the stand-ins: pickle's BUILD may set attributes of a class, so none can be."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise pickle.UnpicklingError(f"sets the attribute {name!r} of a class")
+
+
+def _stand_in(real: type) -> type:
+    """Make a class that creates bare instances of ``real`` and is good for nothing else."""
+
+    def new(cls: type) -> Any:
+        return object.__new__(real)
+
+    return _Sealed(real.__name__, (), {"__slots__": (), "__new__": new})
+
+
+class _MemFormat(metaclass=_Sealed):
+    """Stands for DCP's enum of memory formats, and yields the member's number.
+
+    Not the member: that is one object for the whole process, and BUILD could write into it.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, value: int) -> Any:
+        return int(value)
+
+
+class _Getattr(metaclass=_Sealed):
+    """Stands for ``getattr``, by which Python 3.11.0 to 3.11.3 pickled the members of an enum."""
+
+    __slots__ = ()
+
+    def __new__(cls, owner: object, name: str) -> Any:
+        if owner is not _MemFormat:
+            raise pickle.UnpicklingError("getattr of something that is not DCP's memory format")
+        return list(_MEM_FORMATS).index(name)
+
+
+_MEM_FORMATS = {
+    "TORCH_CONTIGUOUS_FORMAT": torch.contiguous_format,
+    "TORCH_CHANNELS_LAST": torch.channels_last,
+    "TORCH_PRESERVE_FORMAT": torch.preserve_format,
+}
+_LAYOUTS = {str(v): v for v in vars(torch).values() if isinstance(v, torch.layout)}
+
+
+class _Layout(metaclass=_Sealed):
+    """Stands for ``torch.serialization._get_layout``."""
+
+    __slots__ = ()
+
+    def __new__(cls, name: str) -> Any:
+        return _LAYOUTS[name]
+
+
+class _Posix(metaclass=_Sealed):
+    __slots__ = ()
+
+    def __new__(cls, *parts: str) -> Any:
+        return Path(*parts) if os.name == "posix" else PurePosixPath(*parts)
+
+
+class _Windows(metaclass=_Sealed):
+    __slots__ = ()
+
+    def __new__(cls, *parts: str) -> Any:
+        return PureWindowsPath(*parts)
+
+
+class _Properties(TensorProperties, metaclass=_Sealed):
+    """`TensorProperties` that take five fields, or six and more as torch 2.15 writes them."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype, self.layout, self.requires_grad, memory_format, self.pin_memory = state[:5]
+        self.memory_format = list(_MEM_FORMATS.values())[memory_format]
+        if len(state) > 5:
+            vars(self)["strides"] = state[5]
+        self.__class__ = TensorProperties  # type: ignore[assignment]
+
+
+_DCP = "torch.distributed.checkpoint.metadata"
+_ALLOWED: dict[tuple[str, str], Any] = {
+    (_DCP, "Metadata"): _stand_in(Metadata),
+    (_DCP, "MetadataIndex"): _stand_in(MetadataIndex),
+    (_DCP, "TensorStorageMetadata"): _stand_in(TensorStorageMetadata),
+    (_DCP, "BytesStorageMetadata"): _stand_in(BytesStorageMetadata),
+    (_DCP, "ChunkStorageMetadata"): _stand_in(ChunkStorageMetadata),
+    (_DCP, "StorageMeta"): _stand_in(StorageMeta),
+    (_DCP, "TensorProperties"): _Properties,
+    (_DCP, "_MEM_FORMAT_ENCODING"): _MemFormat,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _stand_in(_StorageInfo),
+    ("torch.serialization", "_get_layout"): _Layout,
+    ("builtins", "getattr"): _Getattr,
+    # These two are built into the interpreter or torch, so that nothing can be set on them.
+    ("torch", "Size"): torch.Size,
+    ("collections", "OrderedDict"): OrderedDict,
+}
+for _module in ("pathlib", "pathlib._local"):  # Python 3.13 pickles the second name
+    _ALLOWED[_module, "PosixPath"] = _ALLOWED[_module, "PurePosixPath"] = _Posix
+    _ALLOWED[_module, "WindowsPath"] = _ALLOWED[_module, "PureWindowsPath"] = _Windows
+for _name, _value in list(vars(torch).items()):
+    if isinstance(_value, torch.dtype):
+        _ALLOWED["torch", _name] = _value
+
+
+class _Unpickler(pickle.Unpickler):
+    path = ""
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _ALLOWED[module, name]
+        except KeyError:
+            pass
+        refused = f"{module}.{name}"
+        raise UnsafeCheckpoint(
+            f"{self.path} asks for {refused}, which is no part of DCP's metadata; "
+            "it was refused, and nothing of the file was run",
+            path=self.path,
+            refused=(refused,),
+        )
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def read(path: str | os.PathLike[str]) -> Metadata:
+    """Read the ``.metadata`` file at ``path``.
+
+    Raises:
+        OSError: the file cannot be read.
+        CorruptCheckpoint, UnsafeCheckpoint: as `decode`.
+    """
+    with open(path, "rb") as file:
+        data = file.read()
+    return decode(data, path=path)
+
+
+def decode(data: bytes, *, path: str | os.PathLike[str]) -> Metadata:
+    """Turn the bytes of a ``.metadata`` file, stock's or ours, into DCP's `Metadata`.
+
+    Args:
+        data: the whole file.
+        path: the file's name, for messages.
+
+    Raises:
+        CorruptCheckpoint: the trailer does not match, or the pickle is damaged or not metadata.
+        UnsafeCheckpoint: the pickle names a class or function other than DCP's metadata classes.
+    """
+    where = os.fspath(path)
+    length = _check_trailer(data, where)
+    stream = io.BytesIO(data)
+    unpickler = _Unpickler(stream)
+    unpickler.path = where
+    try:
+        with _no_gc():
+            metadata = unpickler.load()
+        _check_types(metadata)
+    except UnsafeCheckpoint:
+        raise
+    # A damaged pickle can fail in whatever way the objects that it builds can fail.
+    except (Exception, MemoryError) as error:
+        raise CorruptCheckpoint(
+            f"{where} is not readable metadata: {type(error).__name__}: {error}", path=where
+        ) from error
+    # Stock writes nothing behind its pickle, so more than a trailer is a damaged trailer.
+    if stream.tell() != length:
+        raise CorruptCheckpoint(
+            f"{where}: the pickle ends at byte {stream.tell()}, expected {length}",
+            path=where,
+            expected=length,
+            found=stream.tell(),
+        )
+    assert isinstance(metadata, Metadata)
+    return metadata
+
+
+@contextmanager
+def _no_gc() -> Iterator[None]:
+    """Hold the cyclic collector off: with many new objects and no garbage it triples the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _check_trailer(data: bytes, path: str) -> int:
+    """Check the trailer if there is one; return how many bytes the pickle should have."""
+    body = len(data) - _TRAILER.size
+    if body < 0:
+        return len(data)
+    magic, length, expected = _TRAILER.unpack_from(data, body)
+    if magic != MAGIC:
+        return len(data)
+    if length != body:
+        raise CorruptCheckpoint(
+            f"{path}: its trailer speaks of {length} bytes of metadata, {body} were found",
+            path=path,
+            expected=length,
+            found=body,
+        )
+    found = zlib.crc32(memoryview(data)[:body])
+    if found != expected:
+        raise CorruptCheckpoint(
+            f"{path}: CRC-32 of the metadata expected {expected:#010x}, found {found:#010x}",
+            path=path,
+            expected=expected,
+            found=found,
+        )
+    return body
+
+
+def _check_types(metadata: Any) -> None:
+    """Raise unless every part has the type that DCP and the readers rely on."""
+    if type(metadata) is not Metadata:
+        _malformed(f"it holds a {type(metadata).__name__}")
+    for key, item in _dict(metadata.state_dict_metadata).items():
+        if type(key) is not str:
+            _malformed(f"the key {key!r} is not a string")
+        if type(item) is TensorStorageMetadata:
+            _check_tensor(key, item)
+        elif type(item) is not BytesStorageMetadata:
+            _malformed(f"{key} is described by a {type(item).__name__}")
+    for index, info in _dict(metadata.storage_data or {}).items():
+        if type(index) is not MetadataIndex or type(info) is not _StorageInfo:
+            _malformed(f"{index!r} is stored in {info!r}")
+        if type(info.relative_path) is not str or not 0 <= info.offset or not 0 <= info.length:
+            _malformed(f"{index.fqn} is stored in {info!r}")
+
+
+def _check_tensor(key: str, item: TensorStorageMetadata) -> None:
+    properties = item.properties
+    if type(properties) is not TensorProperties or type(properties.dtype) is not torch.dtype:
+        _malformed(f"{key} has no dtype")
+    size = item.size
+    if type(size) is not torch.Size or min(size, default=0) < 0:
+        _malformed(f"{key} has the size {size!r}")
+    for chunk in item.chunks:
+        offsets, sizes = chunk.offsets, chunk.sizes
+        if type(offsets) is not torch.Size or type(sizes) is not torch.Size:
+            _malformed(f"{key} has the chunk {chunk!r}")
+        if len(offsets) != len(size) or len(sizes) != len(size):
+            _malformed(f"{key} has the chunk {chunk!r}")
+        if sizes == size and not any(offsets):
+            continue
+        for start, extent, whole in zip(offsets, sizes, size, strict=True):
+            if start < 0 or extent < 0 or start + extent > whole:
+                _malformed(f"{key} of size {tuple(size)} has the chunk {chunk!r}")
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        _malformed(f"a {type(value).__name__} where a dict belongs")
+    return value
+
+
+def _malformed(what: str) -> NoReturn:
+    raise ValueError(what)
+
+
+def data_files(metadata: Metadata) -> dict[str, int]:
+    """Name every data file that ``metadata`` speaks of, with the least bytes it must have.
+
+    Raises:
+        CorruptCheckpoint: a name is absolute or leaves the checkpoint's directory. A metadata file
+            must not direct a reader elsewhere.
+    """
+    files: dict[str, int] = {}
+    for index, info in (metadata.storage_data or {}).items():
+        name = info.relative_path
+        end = info.offset + info.length
+        known = files.get(name)
+        if known is None:
+            _check_inside(name, index.fqn)
+            files[name] = end
+        elif end > known:
+            files[name] = end
+    return files
+
+
+def _check_inside(name: str, key: str) -> None:
+    # Both flavours: a file written on the other system must not get past this one.
+    for path in (PurePosixPath(name), PureWindowsPath(name)):
+        if not _inside(path) or "\0" in name:
+            raise CorruptCheckpoint(
+                f"{key} is said to be stored in {name!r}, outside of the checkpoint",
+                path=name,
+                key=key,
+            )
+
+
+def _inside(path: PurePath) -> bool:
+    return bool(path.parts) and not path.anchor and ".." not in path.parts

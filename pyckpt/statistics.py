@@ -1,0 +1,66 @@
+"""What a save did, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyckpt import _C
+
+__all__ = ["WriteStatistics"]
+
+
+@dataclass(frozen=True)
+class WriteStatistics:
+    """What a rank's save did so far, or did.
+
+    The seconds of copying, checksumming and writing are summed over the engine's threads, so that
+    together they may exceed ``seconds``, the time that passed.
+    """
+
+    items: int
+    """Tensors and objects given to the engine."""
+    bytes: int
+    """Bytes of the rank's file, as far as it was laid out; its size, once the save is over."""
+    bytes_written: int
+    """Bytes that are on their way to, or on, the disk."""
+    seconds: float
+    """From opening the file to its being durable, or to now."""
+    copy_seconds: float
+    checksum_seconds: float
+    write_seconds: float
+    sync_seconds: float
+    """Waiting for the disk to have everything (fsync), at the end."""
+    slot_waits: int
+    """How often a thread found no free slot in the engine's ring: another save held them."""
+    direct: bool
+    """Whether the file was written past the page cache."""
+    fallback_reason: str
+    """Why it was not, where that was not asked for."""
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """``bytes_written`` / ``seconds`` / 1e9."""
+        return self.bytes_written / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+    def __str__(self) -> str:
+        how = "direct" if self.direct else "buffered"
+        return (
+            f"{self.items} items, {self.bytes / 1e9:.3f} GB in {self.seconds:.3f} s "
+            f"({self.gigabytes_per_second:.2f} GB/s, {how})"
+        )
+
+    @classmethod
+    def of(cls, native: _C.WriteStatistics) -> WriteStatistics:
+        return cls(
+            items=native.items,
+            bytes=native.bytes_added,
+            bytes_written=min(native.bytes_written, native.bytes_added),
+            seconds=native.seconds,
+            copy_seconds=native.copy_seconds,
+            checksum_seconds=native.checksum_seconds,
+            write_seconds=native.write_seconds,
+            sync_seconds=native.sync_seconds,
+            slot_waits=native.slot_waits,
+            direct=native.direct,
+            fallback_reason=native.fallback_reason,
+        )
