@@ -10,6 +10,7 @@
 
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,7 @@
 #include "engine.h"
 #include "envelope.h"
 #include "error.h"
+#include "read_job.h"
 #include "write_job.h"
 
 namespace py = pybind11;
@@ -34,8 +36,9 @@ Direct to_direct(const std::string& name) {
 // A buffer whose bytes lie one after another; throws BufferError where they do not.
 class ContiguousBuffer {
  public:
-  explicit ContiguousBuffer(const py::handle& object) : view_(std::make_unique<Py_buffer>()) {
-    if (PyObject_GetBuffer(object.ptr(), view_.get(), PyBUF_SIMPLE) != 0) {
+  explicit ContiguousBuffer(const py::handle& object, int flags = PyBUF_SIMPLE)
+      : view_(std::make_unique<Py_buffer>()) {
+    if (PyObject_GetBuffer(object.ptr(), view_.get(), flags) != 0) {
       view_.reset();
       throw py::error_already_set();
     }
@@ -46,7 +49,7 @@ class ContiguousBuffer {
     if (view_) PyBuffer_Release(view_.get());
   }
 
-  const std::byte* data() const { return static_cast<const std::byte*>(view_->buf); }
+  std::byte* data() const { return static_cast<std::byte*>(view_->buf); }
   size_t size() const { return static_cast<size_t>(view_->len); }
 
  private:
@@ -65,6 +68,17 @@ bool is_plain(const at::Tensor& tensor) {
   if (!device.is_cpu() && !device.is_cuda()) return false;
   return tensor.layout() == at::kStrided && !tensor.is_quantized() && !tensor.is_conj() &&
          !tensor.is_neg() && tensor.has_storage();
+}
+
+// The engine's device for a CUDA tensor, once all that the caller queued on it is over: engine
+// threads copy on a stream that knows nothing of the caller's.
+std::shared_ptr<Device> device_of(Engine& engine, const at::Tensor& tensor) {
+  const int index = tensor.get_device();
+#ifdef PYCKPT_CUDA
+  py::gil_scoped_release release;
+  c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(index)).synchronize();
+#endif
+  return engine.cuda_device(index);
 }
 
 // A WriteJob, and what keeps alive the memory that it reads.
@@ -94,7 +108,7 @@ class PyWriteJob {
       source.strided = std::make_shared<Strided>(tensor.sizes().vec(), tensor.strides().vec(),
                                                  tensor.element_size());
     }
-    if (tensor.is_cuda()) source.device = device_of(tensor);
+    if (tensor.is_cuda()) source.device = device_of(*engine_, tensor);
     held_.push_back({tensor, {}});
     add(envelope, std::move(source));
     return true;
@@ -152,21 +166,97 @@ class PyWriteJob {
     }
   }
 
-  std::shared_ptr<Device> device_of([[maybe_unused]] const at::Tensor& tensor) {
-    const int index = tensor.get_device();
-#ifdef PYCKPT_CUDA
-    // What the caller queued may still be computing the values. Engine threads copy on a stream
-    // that knows nothing of it.
-    py::gil_scoped_release release;
-    c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(index)).synchronize();
-#endif
-    return engine_->cuda_device(index);
-  }
-
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<WriteJob> job_;
   std::deque<Held> held_;  // of the items from number released_ on
   size_t released_ = 0;
+};
+
+// A ReadJob, and what keeps alive the memory that it fills.
+class PyReadJob {
+ public:
+  PyReadJob(std::shared_ptr<Engine> engine, const std::string& direct, bool checksum)
+      : engine_(std::move(engine)), job_(engine_->make_read(to_direct(direct), checksum)) {}
+
+  size_t add_file(const std::string& path) {
+    py::gil_scoped_release release;
+    return job_->add_file(path);
+  }
+
+  // Returns the number of the range, or -1 where the box takes several; none where the tensor
+  // cannot be filled.
+  std::optional<int64_t> add_tensor(size_t file, uint64_t offset, const at::Tensor& tensor,
+                                    const std::optional<std::vector<int64_t>>& file_stride) {
+    if (!is_plain(tensor)) return std::nullopt;
+    const auto strided =
+        std::make_shared<Strided>(box_of(tensor, file_stride), tensor.element_size());
+    Destination destination;
+    destination.data = static_cast<std::byte*>(tensor.mutable_data_ptr());
+    if (tensor.is_cuda()) {
+      if (!strided->dense()) return std::nullopt;
+      destination.device = device_of(*engine_, tensor);
+    }
+    tensors_.push_back(tensor);
+    if (tensor.numel() == 0) return static_cast<int64_t>(job_->add(file, offset, 0, {}));
+    if (strided->dense()) {
+      return static_cast<int64_t>(job_->add(file, offset, tensor.nbytes(), destination));
+    }
+    std::vector<Strided::Place> places;
+    destination.strided = strided->split(kMergeGap, &places);
+    const uint64_t size = destination.strided->file_bytes();
+    std::byte* const base = destination.data;
+    int64_t range = -1;
+    for (const Strided::Place& place : places) {
+      destination.data = base + place.memory_offset;
+      range = static_cast<int64_t>(job_->add(file, offset + place.file_offset, size, destination));
+    }
+    return places.size() == 1 ? range : -1;
+  }
+
+  int64_t add_buffer(size_t file, uint64_t offset, const py::object& buffer) {
+    buffers_.emplace_back(buffer, PyBUF_WRITABLE);
+    const ContiguousBuffer& view = buffers_.back();
+    return static_cast<int64_t>(
+        job_->add(file, offset, view.size(), {view.data(), nullptr, nullptr}));
+  }
+
+  std::vector<uint32_t> run() {
+    {
+      py::gil_scoped_release release;
+      ReadJob::run(job_);
+    }
+    tensors_.clear();
+    buffers_.clear();
+    return job_->checksums();
+  }
+
+  ReadStatistics statistics() const { return job_->statistics(); }
+
+ private:
+  static std::vector<Strided::Dimension> box_of(
+      const at::Tensor& tensor, const std::optional<std::vector<int64_t>>& file_stride) {
+    const auto dim = static_cast<size_t>(tensor.dim());
+    if (file_stride && file_stride->size() != dim) {
+      throw std::invalid_argument("file_stride must have as many entries as the tensor dimensions");
+    }
+    const uint64_t item_size = tensor.element_size();
+    std::vector<Strided::Dimension> box(dim);
+    uint64_t row_major = item_size;
+    for (size_t d = dim; d-- > 0;) {
+      const auto i = static_cast<int64_t>(d);
+      box[d].size = static_cast<uint64_t>(tensor.size(i));
+      box[d].memory_stride = static_cast<uint64_t>(tensor.stride(i)) * item_size;
+      box[d].file_stride =
+          file_stride ? static_cast<uint64_t>((*file_stride)[d]) * item_size : row_major;
+      row_major *= box[d].size;
+    }
+    return box;
+  }
+
+  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<ReadJob> job_;
+  std::vector<at::Tensor> tensors_;
+  std::vector<ContiguousBuffer> buffers_;
 };
 
 std::shared_ptr<Envelope> make_envelope(std::string prefix, std::string suffix,
@@ -232,7 +322,35 @@ void register_engine(py::module_& module) {
             return std::make_unique<PyWriteJob>(std::move(engine), path, direct, sync, preallocate);
           },
           py::arg("path"), py::kw_only(), py::arg("direct") = "auto", py::arg("sync") = true,
-          py::arg("preallocate") = 0);
+          py::arg("preallocate") = 0)
+      .def(
+          "read",
+          [](std::shared_ptr<Engine> engine, const std::string& direct, bool checksum) {
+            return std::make_unique<PyReadJob>(std::move(engine), direct, checksum);
+          },
+          py::kw_only(), py::arg("direct") = "auto", py::arg("checksum") = true);
+}
+
+void register_read_job(py::module_& module) {
+  py::class_<ReadStatistics>(module, "ReadStatistics")
+      .def_readonly("ranges", &ReadStatistics::ranges)
+      .def_readonly("bytes_needed", &ReadStatistics::bytes_needed)
+      .def_readonly("bytes_read", &ReadStatistics::bytes_read)
+      .def_readonly("seconds", &ReadStatistics::seconds)
+      .def_readonly("copy_seconds", &ReadStatistics::copy_seconds)
+      .def_readonly("checksum_seconds", &ReadStatistics::checksum_seconds)
+      .def_readonly("read_seconds", &ReadStatistics::read_seconds)
+      .def_readonly("slot_waits", &ReadStatistics::slot_waits)
+      .def_readonly("direct", &ReadStatistics::direct)
+      .def_readonly("fallback_reason", &ReadStatistics::fallback_reason);
+  py::class_<PyReadJob>(module, "ReadJob")
+      .def("add_file", &PyReadJob::add_file, py::arg("path"))
+      .def("add_tensor", &PyReadJob::add_tensor, py::arg("file"), py::arg("offset"),
+           py::arg("tensor"), py::arg("file_stride") = std::nullopt)
+      .def("add_buffer", &PyReadJob::add_buffer, py::arg("file"), py::arg("offset"),
+           py::arg("buffer"))
+      .def("run", &PyReadJob::run)
+      .def("statistics", &PyReadJob::statistics);
 }
 
 void register_write_job(py::module_& module) {
@@ -286,4 +404,5 @@ PYBIND11_MODULE(_C, module) {
   pyckpt::register_envelope(module);
   pyckpt::register_engine(module);
   pyckpt::register_write_job(module);
+  pyckpt::register_read_job(module);
 }

@@ -11,8 +11,9 @@ class Device {
  public:
   virtual ~Device() = default;
 
-  // Copies to host memory; the bytes are there when it returns. Throws CudaError.
+  // Copy to and from host memory; the bytes are there when they return. Throw CudaError.
   virtual void copy_to_host(std::byte* to, const std::byte* from, size_t size) = 0;
+  virtual void copy_from_host(std::byte* to, const std::byte* from, size_t size) = 0;
 };
 
 #ifdef PYCKPT_CUDA

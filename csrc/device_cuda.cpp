@@ -42,12 +42,19 @@ class CudaDevice : public Device {
   ~CudaDevice() override { cudaStreamDestroy(stream_); }
 
   void copy_to_host(std::byte* to, const std::byte* from, size_t size) override {
-    DeviceGuard guard(index_);
-    check(cudaMemcpyAsync(to, from, size, cudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync");
-    check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+    copy(to, from, size, cudaMemcpyDeviceToHost);
+  }
+  void copy_from_host(std::byte* to, const std::byte* from, size_t size) override {
+    copy(to, from, size, cudaMemcpyHostToDevice);
   }
 
  private:
+  void copy(void* to, const void* from, size_t size, cudaMemcpyKind kind) {
+    DeviceGuard guard(index_);
+    check(cudaMemcpyAsync(to, from, size, kind, stream_), "cudaMemcpyAsync");
+    check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+  }
+
   const int index_;
   cudaStream_t stream_ = nullptr;
 };

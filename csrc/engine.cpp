@@ -33,13 +33,20 @@ Engine::~Engine() {
 
 std::shared_ptr<WriteJob> Engine::start_write(const std::string& path,
                                               const WriteOptions& options) {
-  if (forked()) throw EngineClosed("the engine was made in another process, before a fork");
+  check_process();
   std::lock_guard lock(mutex_);
   check_open();
   std::shared_ptr<WriteJob> job = WriteJob::start(ring_.get(), threads_.get(), path, options);
-  const auto gone = [](const std::weak_ptr<WriteJob>& other) { return other.expired(); };
-  jobs_.erase(std::remove_if(jobs_.begin(), jobs_.end(), gone), jobs_.end());
-  jobs_.push_back(job);
+  remember(job);
+  return job;
+}
+
+std::shared_ptr<ReadJob> Engine::make_read(Direct direct, bool checksum) {
+  check_process();
+  std::lock_guard lock(mutex_);
+  check_open();
+  auto job = std::make_shared<ReadJob>(ring_.get(), threads_.get(), direct, checksum);
+  remember(job);
   return job;
 }
 
@@ -58,7 +65,7 @@ std::shared_ptr<Device> Engine::cuda_device([[maybe_unused]] int index) {
 }
 
 void Engine::close() {
-  std::vector<std::weak_ptr<WriteJob>> jobs;
+  std::vector<std::weak_ptr<Job>> jobs;
   {
     std::lock_guard lock(mutex_);
     if (closed_) return;
@@ -66,8 +73,8 @@ void Engine::close() {
     jobs = std::exchange(jobs_, {});
   }
   const auto error = std::make_exception_ptr(EngineClosed("the engine was closed while a job ran"));
-  for (const std::weak_ptr<WriteJob>& weak : jobs) {
-    if (const std::shared_ptr<WriteJob> job = weak.lock()) job->fail(error);
+  for (const std::weak_ptr<Job>& weak : jobs) {
+    if (const std::shared_ptr<Job> job = weak.lock()) job->fail(error);
   }
   ring_->close();
   threads_->stop();
@@ -79,6 +86,17 @@ bool Engine::closed() const {
 }
 
 bool Engine::forked() const { return ::getpid() != process_; }
+
+void Engine::check_process() const {
+  if (forked()) throw EngineClosed("the engine was made in another process, before a fork");
+}
+
+// What `close` fails. Jobs that are gone are forgotten on the way.
+void Engine::remember(std::shared_ptr<Job> job) {
+  const auto gone = [](const std::weak_ptr<Job>& other) { return other.expired(); };
+  jobs_.erase(std::remove_if(jobs_.begin(), jobs_.end(), gone), jobs_.end());
+  jobs_.push_back(std::move(job));
+}
 
 void Engine::check_open() const {
   if (closed_) throw EngineClosed("the engine was closed");

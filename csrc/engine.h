@@ -10,6 +10,8 @@
 
 #include "device.h"
 #include "io_threads.h"
+#include "job.h"
+#include "read_job.h"
 #include "slot_ring.h"
 #include "write_job.h"
 
@@ -33,6 +35,8 @@ class Engine {
 
   std::shared_ptr<WriteJob> start_write(const std::string& path, const WriteOptions& options);
 
+  std::shared_ptr<ReadJob> make_read(Direct direct, bool checksum);
+
   // The CUDA device of that index; the ring is registered with CUDA at the first call. Throws
   // CudaError, also in a build without CUDA.
   std::shared_ptr<Device> cuda_device(int index);
@@ -45,7 +49,9 @@ class Engine {
 
  private:
   bool forked() const;
-  void check_open() const;  // with mutex_ held
+  void check_process() const;
+  void check_open() const;                  // with mutex_ held
+  void remember(std::shared_ptr<Job> job);  // with mutex_ held
 
   const EngineOptions options_;
   const pid_t process_;
@@ -55,7 +61,7 @@ class Engine {
   mutable std::mutex mutex_;
   // Guarded by mutex_.
   bool closed_ = false;
-  std::vector<std::weak_ptr<WriteJob>> jobs_;
+  std::vector<std::weak_ptr<Job>> jobs_;
   std::vector<std::shared_ptr<Device>> devices_;
 };
 

@@ -73,6 +73,14 @@ File File::create(const std::string& path, Direct direct) {
   return file;
 }
 
+File File::open(const std::string& path, Direct direct) {
+  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (descriptor < 0) throw IoError(errno, "open", path);
+  File file(descriptor, path);
+  file.start_direct(direct);
+  return file;
+}
+
 File::File(File&& other) noexcept
     : descriptor_(std::exchange(other.descriptor_, -1)),
       path_(std::move(other.path_)),
@@ -161,6 +169,29 @@ void File::write(const void* data, size_t size, uint64_t offset) {
     offset += advance;
     size -= advance;
   }
+}
+
+size_t File::read(void* data, size_t size, uint64_t offset) {
+  char* const to = static_cast<char*>(data);
+  size_t done = 0;
+  while (done < size) {
+    const bool was_direct = direct();
+    const size_t step = std::min(size - done, kTransferMax);
+    const ssize_t got = ::pread(descriptor_, to + done, step, static_cast<off_t>(offset + done));
+    if (got < 0) {
+      if (errno == EINTR) continue;
+      if (was_direct && means_no_direct(errno)) {
+        stop_direct(errno, "pread");
+        continue;
+      }
+      throw IoError(errno, "pread", path_, at_offset(step, offset + done));
+    }
+    done += static_cast<size_t>(got);
+    if (got == 0) break;
+    // Direct reads end off the grid at the file's end alone; to go on from there would be refused.
+    if (was_direct && done % offset_alignment_ != 0) break;
+  }
+  return done;
 }
 
 void File::truncate(uint64_t size) {

@@ -22,6 +22,8 @@ class File {
  public:
   // Makes a new file; one that exists already is an error (EEXIST). Open for writing.
   static File create(const std::string& path, Direct direct);
+  // Opens a file that exists, for reading.
+  static File open(const std::string& path, Direct direct);
 
   File(File&& other) noexcept;
   File(const File&) = delete;
@@ -43,6 +45,8 @@ class File {
   // systems that cannot are passed over silently: it is a help, not a promise.
   void preallocate(uint64_t size);
   void write(const void* data, size_t size, uint64_t offset);
+  // Returns how many bytes there were: fewer than `size` only where the file ends.
+  size_t read(void* data, size_t size, uint64_t offset);
   void truncate(uint64_t size);
   void sync();
   void close();

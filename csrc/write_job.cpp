@@ -15,25 +15,6 @@ namespace {
 // does not fetch from memory what the copy just brought.
 constexpr uint64_t kCacheBlock = 128 << 10;
 
-// Adds the time from its making to its end to a counter.
-class Timer {
- public:
-  explicit Timer(std::atomic<int64_t>* counter)
-      : counter_(counter), start_(std::chrono::steady_clock::now()) {}
-  Timer(const Timer&) = delete;
-  Timer& operator=(const Timer&) = delete;
-  ~Timer() {
-    const auto passed = std::chrono::steady_clock::now() - start_;
-    counter_->fetch_add(std::chrono::nanoseconds(passed).count(), std::memory_order_relaxed);
-  }
-
- private:
-  std::atomic<int64_t>* const counter_;
-  const std::chrono::steady_clock::time_point start_;
-};
-
-double seconds(int64_t nanoseconds) { return static_cast<double>(nanoseconds) * 1e-9; }
-
 Image::Options image_options(const SlotRing& ring, const File& file) {
   Image::Options options;
   options.slot_bytes = ring.slot_bytes();
@@ -60,11 +41,7 @@ std::shared_ptr<WriteJob> WriteJob::start(SlotRing* ring, IoThreads* threads,
 }
 
 WriteJob::WriteJob(SlotRing* ring, const WriteOptions& options, File file)
-    : ring_(ring),
-      options_(options),
-      started_(Clock::now()),
-      image_(image_options(*ring, file)),
-      file_(std::move(file)) {}
+    : ring_(ring), options_(options), image_(image_options(*ring, file)), file_(std::move(file)) {}
 
 WriteJob::~WriteJob() { abandon(); }
 
@@ -113,12 +90,12 @@ void WriteJob::finish() {
     fail(std::current_exception());
     throw;
   }
-  total_ns_.store(std::chrono::nanoseconds(Clock::now() - started_).count());
+  end_clock();
   ended_ = true;
 }
 
 void WriteJob::close_file() {
-  Timer timer(&sync_ns_);
+  Stopwatch::Lap lap(&syncing_);
   if (options_.sync) file_.sync();
   file_.close();
   if (options_.sync) sync_directory(std::filesystem::path(file_.path()).parent_path().string());
@@ -134,15 +111,7 @@ void WriteJob::abandon() noexcept {
     ready_.clear();
   }
   remove_file(file_.path());
-  total_ns_.store(std::chrono::nanoseconds(Clock::now() - started_).count());
-}
-
-void WriteJob::fail(std::exception_ptr error) noexcept {
-  std::lock_guard lock(mutex_);
-  if (!error_) error_ = std::move(error);
-  failed_.store(true, std::memory_order_release);
-  changed_.notify_all();
-  checksummed_.notify_all();
+  end_clock();
 }
 
 size_t WriteJob::consumed() {
@@ -159,23 +128,15 @@ WriteStatistics WriteJob::statistics() const {
   statistics.items = items_added_.load();
   statistics.bytes_added = bytes_added_.load();
   statistics.bytes_written = bytes_written_.load();
-  const int64_t total = total_ns_.load();
-  statistics.seconds =
-      seconds(total >= 0 ? total : std::chrono::nanoseconds(Clock::now() - started_).count());
-  statistics.copy_seconds = seconds(copy_ns_.load());
-  statistics.checksum_seconds = seconds(checksum_ns_.load());
-  statistics.write_seconds = seconds(write_ns_.load());
-  statistics.sync_seconds = seconds(sync_ns_.load());
+  statistics.seconds = seconds();
+  statistics.copy_seconds = copying_.seconds();
+  statistics.checksum_seconds = checksumming_.seconds();
+  statistics.write_seconds = writing_.seconds();
+  statistics.sync_seconds = syncing_.seconds();
   statistics.slot_waits = slot_waits_.load();
   statistics.direct = file_.direct();
   statistics.fallback_reason = file_.fallback_reason();
   return statistics;
-}
-
-void WriteJob::rethrow_if_failed() {
-  if (!failed_.load(std::memory_order_acquire)) return;
-  std::lock_guard lock(mutex_);
-  std::rethrow_exception(error_);
 }
 
 void WriteJob::work() noexcept {
@@ -230,7 +191,7 @@ bool WriteJob::write_window(const Claim& claim) {
   if (window.in_place) {
     const Piece& piece = window.pieces.front();
     checksum_in_place(piece);
-    Timer timer(&write_ns_);
+    Stopwatch::Lap lap(&writing_);
     file_.write(piece.item->source.data + piece.begin, window.size, window.offset);
     return true;
   }
@@ -241,7 +202,7 @@ bool WriteJob::write_window(const Claim& claim) {
     size = std::min<uint64_t>((size + alignment - 1) / alignment * alignment, ring_->slot_bytes());
     std::memset(claim.slot.data() + window.size, 0, size - window.size);
   }
-  Timer timer(&write_ns_);
+  Stopwatch::Lap lap(&writing_);
   file_.write(claim.slot.data(), size, window.offset);
   return true;
 }
@@ -276,21 +237,21 @@ bool WriteJob::fill(const Window& window, std::byte* slot) {
 void WriteJob::fill_payload(const Piece& piece, std::byte* to) {
   const Source& source = piece.item->source;
   if (source.device) {
-    Timer timer(&copy_ns_);
+    Stopwatch::Lap lap(&copying_);
     source.device->copy_to_host(to, source.data + piece.begin, piece.size);
   }
   uint32_t crc = 0;
   for (uint64_t done = 0; done < piece.size;) {
     const uint64_t step = std::min(kCacheBlock, piece.size - done);
     if (!source.device) {
-      Timer timer(&copy_ns_);
+      Stopwatch::Lap lap(&copying_);
       if (source.strided) {
         source.strided->gather(to + done, source.data, piece.begin + done, step);
       } else {
         std::memcpy(to + done, source.data + piece.begin + done, step);
       }
     }
-    Timer timer(&checksum_ns_);
+    Stopwatch::Lap lap(&checksumming_);
     crc = crc32(crc, to + done, step);
     done += step;
   }
@@ -300,7 +261,7 @@ void WriteJob::fill_payload(const Piece& piece, std::byte* to) {
 void WriteJob::checksum_in_place(const Piece& piece) {
   uint32_t crc;
   {
-    Timer timer(&checksum_ns_);
+    Stopwatch::Lap lap(&checksumming_);
     crc = crc32(0, piece.item->source.data + piece.begin, piece.size);
   }
   count_off(piece, crc);
@@ -314,7 +275,7 @@ void WriteJob::count_off(const Piece& piece, uint32_t crc) {
   if (item.pieces_left.fetch_sub(1, std::memory_order_acq_rel) == 1 && !whole) {
     // The lock makes sure that a thread which saw the old count has begun to wait.
     std::lock_guard lock(mutex_);
-    checksummed_.notify_all();
+    changed_.notify_all();
   }
 }
 
@@ -324,7 +285,7 @@ bool WriteJob::wait_for_checksum(const Item& item) {
   const auto complete = [&] { return item.pieces_left.load(std::memory_order_acquire) == 0; };
   if (complete()) return true;
   std::unique_lock lock(mutex_);
-  checksummed_.wait(lock, [&] { return error_ || complete(); });
+  changed_.wait(lock, [&] { return error_ || complete(); });
   return complete();
 }
 

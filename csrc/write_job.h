@@ -2,13 +2,10 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <exception>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -16,6 +13,7 @@
 #include "file.h"
 #include "image.h"
 #include "io_threads.h"
+#include "job.h"
 #include "slot_ring.h"
 
 namespace pyckpt {
@@ -47,12 +45,12 @@ struct WriteStatistics {
 //
 // The first error anywhere stops all of it and is thrown from every later call. A job that was not
 // finished, for whatever reason, removes its file.
-class WriteJob : public std::enable_shared_from_this<WriteJob> {
+class WriteJob : public Job {
  public:
   // Makes the file (EEXIST where there is one). The ring and the threads must outlive the job.
   static std::shared_ptr<WriteJob> start(SlotRing* ring, IoThreads* threads,
                                          const std::string& path, const WriteOptions& options);
-  ~WriteJob();
+  ~WriteJob() override;
 
   // Appends an item, without waiting for anything. Returns false where more than a ring's worth of
   // bytes are queued: a feeder that makes its sources as it goes, and calls `wait_for_room` then,
@@ -65,9 +63,6 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
 
   // Stops as soon as the transfers under way are over, and removes the file. Idempotent, nothrow.
   void abandon() noexcept;
-
-  // Fails the job from outside: `add` and `finish` will throw what `error` holds.
-  void fail(std::exception_ptr error) noexcept;
 
   // How many items, from the first, have been read completely: their sources may go.
   size_t consumed();
@@ -82,7 +77,6 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     Window window;
     Slot slot;  // none where the window is written in place
   };
-  using Clock = std::chrono::steady_clock;
 
   WriteJob(SlotRing* ring, const WriteOptions& options, File file);
 
@@ -97,12 +91,10 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
   void checksum_in_place(const Piece& piece);
   void count_off(const Piece& piece, uint32_t crc);
   bool wait_for_checksum(const Item& item);
-  void rethrow_if_failed();
 
   // Constant after construction.
   SlotRing* const ring_;
   const WriteOptions options_;
-  const Clock::time_point started_;
 
   // The feeder's alone.
   Image image_;
@@ -112,26 +104,20 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
 
   File file_;
 
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;  // windows came or went, the job closed or failed
-  std::condition_variable checksummed_;
   // Guarded by mutex_.
   std::deque<Window> ready_;
   uint64_t ready_bytes_ = 0;
   size_t active_ = 0;  // windows that a thread is writing
   bool closed_ = false;
-  std::exception_ptr error_;
 
   // Counters, each on its own.
-  std::atomic<bool> failed_{false};  // error_ is set; spares a look under the lock
   std::atomic<uint64_t> items_added_{0};
   std::atomic<uint64_t> bytes_added_{0};
   std::atomic<uint64_t> bytes_written_{0};
-  std::atomic<int64_t> copy_ns_{0};
-  std::atomic<int64_t> checksum_ns_{0};
-  std::atomic<int64_t> write_ns_{0};
-  std::atomic<int64_t> sync_ns_{0};
-  std::atomic<int64_t> total_ns_{-1};  // -1 while it runs
+  Stopwatch copying_;
+  Stopwatch checksumming_;
+  Stopwatch writing_;
+  Stopwatch syncing_;
   std::atomic<uint64_t> slot_waits_{0};
 };
 

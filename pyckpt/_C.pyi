@@ -77,6 +77,46 @@ class WriteJob:
 
     def statistics(self) -> WriteStatistics: ...
 
+class ReadStatistics:
+    """What a job did so far. Seconds of the three kinds are summed over threads."""
+
+    ranges: int
+    bytes_needed: int
+    bytes_read: int
+    seconds: float
+    copy_seconds: float
+    checksum_seconds: float
+    read_seconds: float
+    slot_waits: int
+    direct: bool
+    fallback_reason: str
+
+class ReadJob:
+    """Ranges of files on their way to memory. For one thread at a time, but for ``statistics``.
+
+    Ranges are numbered in the order they were added."""
+
+    def add_file(self, path: str) -> int:
+        """Open a file; returns its number."""
+
+    def add_tensor(
+        self, file: int, offset: int, tensor: Tensor, file_stride: Sequence[int] | None = None
+    ) -> int | None:
+        """Fill a tensor from ``offset`` bytes on. Its elements stand in the file with the strides
+        ``file_stride`` (in elements; row-major order without gaps by default). Returns the number
+        of the range; -1 where several were needed, for a box with wide gaps; None, and does
+        nothing, where the tensor cannot be filled: it is no plain memory, or on a GPU and not laid
+        out as in the file."""
+
+    def add_buffer(self, file: int, offset: int, buffer: Buffer) -> int:
+        """Fill a buffer. Returns the number of the range."""
+
+    def run(self) -> list[int]:
+        """Read everything. Returns the CRC-32 of each range, gaps included (0 where the job does
+        not checksum)."""
+
+    def statistics(self) -> ReadStatistics: ...
+
 class Engine:
     def __init__(self, *, slot_bytes: int, slots: int, io_threads: int) -> None: ...
     @property
@@ -91,3 +131,8 @@ class Engine:
         preallocate: int = 0,
     ) -> WriteJob:
         """Start to write a new file. ``preallocate`` is the size expected, in bytes."""
+
+    def read(
+        self, *, direct: Literal["auto", "require", "off"] = "auto", checksum: bool = True
+    ) -> ReadJob:
+        """Start to gather what to read."""

@@ -1,0 +1,69 @@
+// What jobs of an engine have in common: one sticky error, and the clocks.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <mutex>
+
+namespace pyckpt {
+
+using Clock = std::chrono::steady_clock;
+
+// Work that threads of an engine do for one caller. The first error anywhere stops all of it, and
+// is what every later call throws.
+class Job {
+ public:
+  Job() : started_(Clock::now()) {}
+  Job(const Job&) = delete;
+  Job& operator=(const Job&) = delete;
+  virtual ~Job() = default;
+
+  // Fails the job, from any thread. Only the first error counts.
+  void fail(std::exception_ptr error) noexcept;
+
+ protected:
+  void rethrow_if_failed();
+  // Stops the clock that `seconds` reads.
+  void end_clock();
+  double seconds() const;
+
+  mutable std::mutex mutex_;
+  // Something that a thread may wait for came about; every wait looks at error_ too.
+  std::condition_variable changed_;
+  std::exception_ptr error_;  // guarded by mutex_
+
+ private:
+  const Clock::time_point started_;
+  std::atomic<bool> failed_{false};    // error_ is set; spares a look under the lock
+  std::atomic<int64_t> total_ns_{-1};  // -1 while it runs
+};
+
+// Seconds that several threads spent on one thing, added up.
+class Stopwatch {
+ public:
+  double seconds() const { return static_cast<double>(nanoseconds_.load()) * 1e-9; }
+
+  // Measures while it lives.
+  class Lap {
+   public:
+    explicit Lap(Stopwatch* watch) : watch_(watch), start_(Clock::now()) {}
+    Lap(const Lap&) = delete;
+    Lap& operator=(const Lap&) = delete;
+    ~Lap() {
+      const std::chrono::nanoseconds passed = Clock::now() - start_;
+      watch_->nanoseconds_.fetch_add(passed.count(), std::memory_order_relaxed);
+    }
+
+   private:
+    Stopwatch* const watch_;
+    const Clock::time_point start_;
+  };
+
+ private:
+  std::atomic<int64_t> nanoseconds_{0};
+};
+
+}  // namespace pyckpt

@@ -1,0 +1,251 @@
+#include "read_job.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "crc32.h"
+#include "error.h"
+
+namespace pyckpt {
+namespace {
+
+// As in write_job.cpp: what was checksummed is copied while it is in a core's cache.
+constexpr uint64_t kCacheBlock = 128 << 10;
+
+// From this size on it pays to read straight into the destination where that is possible.
+constexpr uint64_t kInPlaceMin = 1 << 20;
+
+uint64_t round_up(uint64_t value, uint64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+uint64_t round_down(uint64_t value, uint64_t multiple) { return value / multiple * multiple; }
+
+}  // namespace
+
+ReadJob::ReadJob(SlotRing* ring, IoThreads* threads, Direct direct, bool checksum)
+    : ring_(ring), threads_(threads), direct_(direct), checksum_(checksum) {}
+
+size_t ReadJob::add_file(const std::string& path) {
+  files_.push_back(File::open(path, direct_));
+  return files_.size() - 1;
+}
+
+size_t ReadJob::add(size_t file, uint64_t offset, uint64_t size, Destination destination) {
+  Range& range = ranges_.emplace_back();
+  range.file = file;
+  range.offset = offset;
+  range.size = size;
+  range.destination = std::move(destination);
+  const Strided* strided = range.destination.strided.get();
+  bytes_needed_ += strided == nullptr ? size : strided->memory_bytes();
+  return ranges_.size() - 1;
+}
+
+void ReadJob::run(const std::shared_ptr<ReadJob>& job) {
+  job->rethrow_if_failed();
+  job->cut();
+  for (size_t i = 0; i < job->threads_->count(); ++i) {
+    job->threads_->submit([job] { job->work(); });
+  }
+  {
+    std::unique_lock lock(job->mutex_);
+    job->changed_.wait(lock, [&] {
+      return job->active_ == 0 && (job->error_ || job->next_ == job->windows_.size());
+    });
+  }
+  job->end_clock();
+  job->rethrow_if_failed();
+}
+
+std::vector<uint32_t> ReadJob::checksums() const {
+  std::vector<uint32_t> checksums;
+  checksums.reserve(ranges_.size());
+  for (const Range& range : ranges_) checksums.push_back(range.crc.load());
+  return checksums;
+}
+
+ReadStatistics ReadJob::statistics() const {
+  ReadStatistics statistics;
+  statistics.ranges = ranges_.size();
+  statistics.bytes_needed = bytes_needed_.load();
+  statistics.bytes_read = bytes_read_.load();
+  statistics.seconds = seconds();
+  statistics.copy_seconds = copying_.seconds();
+  statistics.checksum_seconds = checksumming_.seconds();
+  statistics.read_seconds = reading_.seconds();
+  statistics.slot_waits = slot_waits_.load();
+  statistics.direct = !files_.empty();
+  for (const File& file : files_) {
+    if (file.direct()) continue;
+    statistics.direct = false;
+    statistics.fallback_reason = file.fallback_reason();
+  }
+  return statistics;
+}
+
+// Turns ranges into windows: what can be read in place for itself, the rest sorted, and merged
+// where near.
+void ReadJob::cut() {
+  std::vector<Piece> pieces;
+  for (Range& range : ranges_) {
+    if (range.size > 0 && !cut_in_place(&range, &pieces)) pieces.push_back({&range, 0, range.size});
+  }
+  const auto offset = [](const Piece& piece) { return piece.range->offset + piece.begin; };
+  std::sort(pieces.begin(), pieces.end(), [&](const Piece& a, const Piece& b) {
+    return std::pair(a.range->file, offset(a)) < std::pair(b.range->file, offset(b));
+  });
+  std::vector<Piece> span;
+  uint64_t span_end = 0;
+  for (const Piece& piece : pieces) {
+    const bool near = !span.empty() && span.front().range->file == piece.range->file &&
+                      offset(piece) <= span_end + kMergeGap;
+    if (!near && !span.empty()) cut_span(std::exchange(span, {}), span_end);
+    const uint64_t end = piece.range->offset + piece.end;
+    span_end = span.empty() ? end : std::max(span_end, end);
+    span.push_back(piece);
+  }
+  if (!span.empty()) cut_span(span, span_end);
+}
+
+// Where file and memory are aligned alike, the body of a large range needs no slot. What is left of
+// it at the ends is added to `rest`.
+bool ReadJob::cut_in_place(Range* range, std::vector<Piece>* rest) {
+  const Destination& destination = range->destination;
+  if (range->size < kInPlaceMin || destination.strided || destination.device) return false;
+  const File& file = files_[range->file];
+  const uint64_t begin = round_up(range->offset, file.offset_alignment()) - range->offset;
+  const uint64_t end =
+      round_down(range->offset + range->size, file.offset_alignment()) - range->offset;
+  const auto address = reinterpret_cast<uintptr_t>(destination.data + begin);
+  if (address % file.memory_alignment() != 0) return false;
+  for (uint64_t at = begin; at < end;) {
+    const uint64_t step = std::min<uint64_t>(ring_->slot_bytes(), end - at);
+    windows_.push_back({range->file, range->offset + at, step, true, {{range, at, at + step}}});
+    at += step;
+  }
+  if (begin > 0) rest->push_back({range, 0, begin});
+  if (end < range->size) rest->push_back({range, end, range->size});
+  return true;
+}
+
+// Cuts one stretch of a file, of pieces in the order of their offsets, into windows of a slot.
+void ReadJob::cut_span(const std::vector<Piece>& pieces, uint64_t end) {
+  const Range& first = *pieces.front().range;
+  const uint64_t alignment =
+      std::min<uint64_t>(files_[first.file].offset_alignment(), ring_->slot_bytes());
+  const uint64_t slot = round_down(ring_->slot_bytes(), alignment);
+  const uint64_t begin = round_down(first.offset + pieces.front().begin, alignment);
+  std::vector<Window> windows;
+  for (uint64_t at = begin; at < end; at += slot) {
+    const uint64_t size = std::min(slot, round_up(end, alignment) - at);
+    windows.push_back({first.file, at, size, false, {}});
+  }
+  for (const Piece& piece : pieces) {
+    const uint64_t from = piece.range->offset;
+    for (uint64_t at = piece.begin; at < piece.end;) {
+      Window& window = windows[(from + at - begin) / slot];
+      const uint64_t step = std::min(piece.end, window.offset + window.size - from) - at;
+      window.pieces.push_back({piece.range, at, at + step});
+      at += step;
+    }
+  }
+  for (Window& window : windows) {
+    if (!window.pieces.empty()) windows_.push_back(std::move(window));
+  }
+}
+
+void ReadJob::work() noexcept {
+  std::unique_lock lock(mutex_);
+  while (!error_ && next_ < windows_.size()) {
+    const Window& window = windows_[next_++];
+    ++active_;
+    lock.unlock();
+    try {
+      read_window(window);
+    } catch (...) {
+      fail(std::current_exception());
+    }
+    lock.lock();
+    --active_;
+    changed_.notify_all();
+  }
+}
+
+void ReadJob::read_window(const Window& window) {
+  const Piece& last = window.pieces.back();
+  if (window.in_place) {
+    std::byte* to = last.range->destination.data + last.begin;
+    read_exactly(window, to, window.size);
+    uint32_t crc = 0;
+    checksum(to, window.size, &crc);
+    add_checksum(last, crc);
+    return;
+  }
+  bool waited = false;
+  const Slot slot = ring_->acquire(&waited);
+  if (waited) slot_waits_.fetch_add(1, std::memory_order_relaxed);
+  uint64_t needed = 0;
+  for (const Piece& piece : window.pieces) {
+    needed = std::max(needed, piece.range->offset + piece.end - window.offset);
+  }
+  read_exactly(window, slot.data(), needed);
+  for (const Piece& piece : window.pieces) {
+    deliver(piece, slot.data() + (piece.range->offset + piece.begin - window.offset));
+  }
+}
+
+// Reads a window; fewer bytes than `needed` are an error.
+void ReadJob::read_exactly(const Window& window, std::byte* to, uint64_t needed) {
+  Stopwatch::Lap lap(&reading_);
+  File& file = files_[window.file];
+  const uint64_t size = file.direct() ? window.size : needed;
+  const uint64_t got = file.read(to, size, window.offset);
+  bytes_read_.fetch_add(got, std::memory_order_relaxed);
+  if (got < needed) {
+    throw IoError(EIO, "pread", file.path(),
+                  "the file ends at " + std::to_string(window.offset + got) + ", before " +
+                      std::to_string(window.offset + needed));
+  }
+}
+
+// Brings a piece from the slot to where it belongs.
+void ReadJob::deliver(const Piece& piece, const std::byte* from) {
+  const Destination& destination = piece.range->destination;
+  const uint64_t size = piece.end - piece.begin;
+  uint32_t crc = 0;
+  if (destination.device) {
+    checksum(from, size, &crc);
+    Stopwatch::Lap lap(&copying_);
+    destination.device->copy_from_host(destination.data + piece.begin, from, size);
+  } else {
+    for (uint64_t done = 0; done < size;) {
+      const uint64_t step = std::min(kCacheBlock, size - done);
+      checksum(from + done, step, &crc);
+      Stopwatch::Lap lap(&copying_);
+      if (destination.strided) {
+        destination.strided->scatter(from + done, destination.data, piece.begin + done, step);
+      } else {
+        std::memcpy(destination.data + piece.begin + done, from + done, step);
+      }
+      done += step;
+    }
+  }
+  add_checksum(piece, crc);
+}
+
+void ReadJob::checksum(const std::byte* from, uint64_t size, uint32_t* crc) {
+  if (!checksum_) return;
+  Stopwatch::Lap lap(&checksumming_);
+  *crc = crc32(*crc, from, size);
+}
+
+void ReadJob::add_checksum(const Piece& piece, uint32_t crc) {
+  if (!checksum_) return;
+  const uint64_t after = piece.range->size - piece.end;
+  piece.range->crc.fetch_xor(after == 0 ? crc : crc32_shift(crc, after), std::memory_order_relaxed);
+}
+
+}  // namespace pyckpt
