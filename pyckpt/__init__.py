@@ -1,12 +1,33 @@
-"""pyckpt: checkpoints for PyTorch at the speed of the disk."""
+"""pyckpt: checkpoints for PyTorch at the speed of the disk.
+
+Save with `DirectWriter`, load with `load`, or with `DirectReader` and `LoadPlanner` wherever
+`torch.distributed.checkpoint` takes a reader and a planner.
+"""
 
 from pyckpt._extension import check_extension
 
 check_extension()
 
 from pyckpt import errors  # noqa: E402
+from pyckpt.dcp.load import load  # noqa: E402
+from pyckpt.dcp.planner import LoadPlanner  # noqa: E402
+from pyckpt.dcp.reader import DirectReader  # noqa: E402
+from pyckpt.dcp.report import Conversion, LoadReport, Replacement  # noqa: E402
 from pyckpt.dcp.writer import DirectWriter  # noqa: E402
 from pyckpt.engine import Engine, configure  # noqa: E402
-from pyckpt.statistics import WriteStatistics  # noqa: E402
+from pyckpt.statistics import ReadStatistics, WriteStatistics  # noqa: E402
 
-__all__ = ["DirectWriter", "Engine", "WriteStatistics", "configure", "errors"]
+__all__ = [
+    "Conversion",
+    "DirectReader",
+    "DirectWriter",
+    "Engine",
+    "LoadPlanner",
+    "LoadReport",
+    "ReadStatistics",
+    "Replacement",
+    "WriteStatistics",
+    "configure",
+    "errors",
+    "load",
+]

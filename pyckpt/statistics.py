@@ -1,12 +1,13 @@
-"""What a save did, in numbers."""
+"""What a save or a load did, in numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pyckpt import _C
 
-__all__ = ["WriteStatistics"]
+__all__ = ["ReadStatistics", "WriteStatistics"]
 
 
 @dataclass(frozen=True)
@@ -63,4 +64,57 @@ class WriteStatistics:
             slot_waits=native.slot_waits,
             direct=native.direct,
             fallback_reason=native.fallback_reason,
+        )
+
+
+@dataclass(frozen=True)
+class ReadStatistics:
+    """What a rank's load did so far, or did.
+
+    The seconds of reading, checksumming and copying are summed over the engine's threads, so that
+    together they may exceed ``seconds``, the time that passed.
+    """
+
+    bytes: int
+    """Bytes read from disk."""
+    bytes_needed: int
+    """Bytes that were asked for; the rest lay between them."""
+    seconds: float
+    """From the first request to the last byte's being at its destination, or to now."""
+    read_seconds: float
+    checksum_seconds: float
+    copy_seconds: float
+    slot_waits: int
+    """How often a thread found no free slot in the engine's ring: another job held them."""
+    direct: bool
+    """Whether all files were read past the page cache."""
+    fallback_reason: str
+    """Why not, where that was not asked for."""
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """``bytes`` / ``seconds`` / 1e9."""
+        return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+    def __str__(self) -> str:
+        how = "direct" if self.direct else "buffered"
+        return (
+            f"{self.bytes / 1e9:.3f} GB in {self.seconds:.3f} s "
+            f"({self.gigabytes_per_second:.2f} GB/s, {how})"
+        )
+
+    @classmethod
+    def of(cls, jobs: Sequence[_C.ReadJob]) -> ReadStatistics:
+        """The sum over jobs that ran one after another."""
+        parts = [job.statistics() for job in jobs]
+        return cls(
+            bytes=sum(part.bytes_read for part in parts),
+            bytes_needed=sum(part.bytes_needed for part in parts),
+            seconds=sum(part.seconds for part in parts),
+            read_seconds=sum(part.read_seconds for part in parts),
+            checksum_seconds=sum(part.checksum_seconds for part in parts),
+            copy_seconds=sum(part.copy_seconds for part in parts),
+            slot_waits=sum(part.slot_waits for part in parts),
+            direct=bool(parts) and all(part.direct for part in parts),
+            fallback_reason=next((p.fallback_reason for p in parts if p.fallback_reason), ""),
         )

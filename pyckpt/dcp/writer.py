@@ -9,10 +9,10 @@ import math
 import os
 import threading
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -214,7 +214,7 @@ class DirectWriter(StorageWriter):
                 preallocate=_expected_size(plan),
             )
             try:
-                strides = [_add(job, planner, item) for item in plan.items]
+                added = [_add(job, planner, item) for item in plan.items]
                 places = job.finish()
             finally:
                 job.abandon()
@@ -222,20 +222,10 @@ class DirectWriter(StorageWriter):
             _unfinished.discard(self._data_file)
             raise
         self._tell_fallback(job)
-        results = []
-        for item, stride, place in zip(plan.items, strides, places, strict=True):
-            offset, length, crc32, payload_offset, payload_length = place
-            info = storage_info(
-                name,
-                offset,
-                length,
-                crc32=crc32,
-                payload_offset=payload_offset,
-                payload_length=payload_length,
-                payload_stride=stride,
-            )
-            results.append(WriteResult(item.index, length, info))
-        return results
+        return [
+            WriteResult(item.index, place[1], _info(name, raw, place))
+            for item, raw, place in zip(plan.items, added, places, strict=True)
+        ]
 
     def _tell_fallback(self, job: _C.WriteJob) -> None:
         reason = job.statistics().fallback_reason
@@ -253,6 +243,23 @@ class DirectWriter(StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         # A writer crosses to DCP's background process as its settings.
         return {**self.__dict__, "_job": None, "_data_file": None}
+
+
+def _info(name: str, raw: _Raw, place: tuple[int, int, int, int, int]) -> _StorageInfo:
+    offset, length, crc32, payload_offset, payload_length = place
+    if not raw.as_planned:
+        # A planner changed the tensor on its way and left the plan as it was. The item itself, like
+        # any that torch.save writes, tells readers what it is.
+        return _StorageInfo(name, offset, length)
+    return storage_info(
+        name,
+        offset,
+        length,
+        crc32=crc32,
+        payload_offset=payload_offset,
+        payload_length=payload_length,
+        payload_stride=raw.stride,
+    )
 
 
 def _directory(path: str | os.PathLike[str]) -> Path:
@@ -281,12 +288,24 @@ def _expected_size(plan: SavePlan) -> int:
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
-def _add(job: _C.WriteJob, planner: SavePlanner, item: WriteItem) -> tuple[int, ...] | None:
-    """Give an item to the job. Returns the strides of the payload where they are not row-major."""
+class _Raw(NamedTuple):
+    """A tensor that was given to the engine as its memory."""
+
+    stride: tuple[int, ...] | None
+    """Strides of the payload where they are not row-major."""
+    as_planned: bool
+    """Whether the plan, and so the metadata, has the tensor's true dtype and size."""
+
+
+_OPAQUE = _Raw(None, True)
+
+
+def _add(job: _C.WriteJob, planner: SavePlanner, item: WriteItem) -> _Raw:
+    """Give an item to the job."""
     data = planner.resolve_data(item)
     if not isinstance(data, torch.Tensor):
         job.add_bytes(data.getbuffer())
-        return None
+        return _OPAQUE
     if type(data) not in _PLAIN_TYPES:
         data = data.detach()
     if type(data) in _PLAIN_TYPES and data.layout is torch.strided:
@@ -296,9 +315,15 @@ def _add(job: _C.WriteJob, planner: SavePlanner, item: WriteItem) -> tuple[int, 
             # Gathering strided memory is for the GPU itself to do.
             or (data.is_cuda and job.add_tensor(data.contiguous(), layout.envelope))
         ):
-            return layout.stride
+            plan = item.tensor_data
+            as_planned = (
+                plan is not None
+                and plan.properties.dtype == data.dtype
+                and plan.chunk.sizes == data.shape
+            )
+            return _Raw(layout.stride, as_planned)
     job.add_bytes(_serialize(data))
-    return None
+    return _OPAQUE
 
 
 def _serialize(tensor: torch.Tensor) -> memoryview:

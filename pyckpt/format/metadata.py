@@ -119,7 +119,7 @@ class _MemFormat(metaclass=_Sealed):
     __slots__ = ()
 
     def __new__(cls, value: int) -> Any:
-        return int(value)
+        return range(len(_MEM_FORMATS)).index(value)  # ValueError for anything else
 
 
 class _Getattr(metaclass=_Sealed):
@@ -323,7 +323,7 @@ def _check_types(metadata: Any) -> None:
     for index, info in _dict(metadata.storage_data or {}).items():
         if type(index) is not MetadataIndex or type(info) is not _StorageInfo:
             _malformed(f"{index!r} is stored in {info!r}")
-        if type(info.relative_path) is not str or not 0 <= info.offset or not 0 <= info.length:
+        if type(info.relative_path) is not str or info.offset < 0 or info.length < 0:
             _malformed(f"{index.fqn} is stored in {info!r}")
 
 

@@ -1,0 +1,214 @@
+"""``pyckpt.load``: DCP's load with pyckpt's planner and reader, and errors that can be caught."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader
+
+from pyckpt.dcp.objects import Allowed
+from pyckpt.dcp.planner import Create, LoadPlanner
+from pyckpt.dcp.report import LoadReport, some
+from pyckpt.errors import CorruptCheckpoint, LoadError, PyckptError, UnsafeCheckpoint
+
+__all__ = ["load"]
+
+
+def load(
+    state_dict: dict[str, Any],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    missing: Literal["error", "keep"] = "error",
+    unexpected: Literal["fill", "report", "error"] = "fill",
+    allow: Sequence[Allowed] = (),
+    device: torch.device | str = "cpu",
+    create: Create | None = None,
+    verify: Literal["items", "none"] = "items",
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    reader: StorageReader | None = None,
+) -> LoadReport:
+    """Load a checkpoint into ``state_dict``, in place, and say what was done.
+
+    As in `torch.distributed.checkpoint.load`, all ranks call this with the same keys, tensors are
+    loaded into the memory that they have, and an entry with ``state_dict`` and ``load_state_dict``
+    methods is asked for its state first and handed it back when it is loaded. Unlike there, what
+    was saved and is not in the state is created, and nothing of the file is run: see `LoadPlanner`.
+
+    Args:
+        state_dict: what to load. Entries that were saved but are not in it stay out.
+        path: the checkpoint's directory. May be left out where ``reader`` knows it.
+        missing, unexpected, allow, device, create: see `LoadPlanner`.
+        verify: "items" checks the CRC-32 of every item that is read whole, "none" does not. A
+            ``reader`` that is passed has its own rules.
+        process_group: the ranks that load together, default all.
+        no_dist: load in this process alone, whether or not `torch.distributed` is initialised.
+        reader: a StorageReader to use instead of `DirectReader`.
+
+    Returns:
+        What this rank loaded, created, converted, kept and left out.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+        CorruptCheckpoint: bytes are not those that were saved.
+        UnsafeCheckpoint: the checkpoint contains a class or function that is not allowed.
+        LoadError: the state and the checkpoint do not fit, or ranks failed in different ways, or
+            by an error that is none of these. The errors of the ranks are chained.
+    """
+    if reader is None:
+        if path is None:
+            raise ValueError("load needs a path or a reader")
+        from pyckpt.dcp.reader import DirectReader
+
+        reader = DirectReader(path, verify=verify)
+    elif path is not None:
+        reader.reset(path)
+    planner = LoadPlanner(
+        missing=missing, unexpected=unexpected, allow=allow, device=device, create=create
+    )
+    alone = no_dist or not dist.is_available() or not dist.is_initialized()
+    start = time.perf_counter()
+    states = {
+        key: value.state_dict() if _is_stateful(value) else value
+        for key, value in sorted(state_dict.items(), key=lambda entry: str(entry[0]))
+    }
+    failure: CheckpointException | None = None
+    try:
+        # Not dcp.load: it warns, at each call, that it does not use torch.distributed.
+        _load_state_dict(
+            states,
+            storage_reader=_HonestReader(reader),  # type: ignore[arg-type]
+            process_group=process_group,
+            no_dist=alone,
+            planner=planner,
+        )
+    except CheckpointException as error:
+        failure = error
+    if failure is not None:
+        # Out of the handler, so that DCP's rendering of the same errors is not shown with them.
+        _raise(failure, alone)
+    for key, value in states.items():
+        entry = state_dict[key]
+        if _is_stateful(entry):
+            entry.load_state_dict(value)
+        else:
+            state_dict[key] = value
+    return _finish(planner.report, reader, time.perf_counter() - start)
+
+
+def _is_stateful(value: Any) -> bool:
+    # The protocol's own check is slow, and tensors are what there are many of.
+    return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
+
+
+def _finish(report: LoadReport, reader: Any, seconds: float) -> LoadReport:
+    statistics = getattr(reader, "statistics", None)
+    return replace(
+        report,
+        # A reader that does not say what it has verified has verified nothing.
+        not_verified=list(getattr(reader, "unverified", [*report.loaded, *report.filled])),
+        bytes=report.bytes if statistics is None else int(statistics.bytes),
+        seconds=seconds,
+    )
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+
+class _MetadataError(BaseException):
+    """Carries an error of ``read_metadata`` past DCP, which turns an Exception there into text."""
+
+
+class _HonestReader:
+    """A reader whose errors in reading the metadata arrive as what they are."""
+
+    def __init__(self, reader: StorageReader) -> None:
+        self._reader = reader
+        # Where ranks saved without collectives each has a metadata file; DCP tries that next, if
+        # the reader can take the rank, which it tells from the signature.
+        has_rank_files = "kwargs" in inspect.signature(reader.read_metadata).parameters
+        absent: FileNotFoundError | None = None
+
+        @functools.wraps(reader.read_metadata)
+        def read_metadata(*args: Any, **kwargs: Any) -> Metadata:
+            nonlocal absent
+            try:
+                return reader.read_metadata(*args, **kwargs)
+            except FileNotFoundError as error:
+                if absent is None and has_rank_files and "rank" not in kwargs:
+                    absent = error
+                    raise
+                raise _MetadataError(absent or error) from error
+            except Exception as error:
+                raise _MetadataError(error) from error
+
+        self.read_metadata = read_metadata
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+
+def _raise(failure: CheckpointException, alone: bool) -> NoReturn:
+    """Raise an `Exception` for DCP's `CheckpointException`, which is none.
+
+    One kind of error that callers can act on keeps its class; anything else is a `LoadError`.
+    """
+    errors = {rank: _unwrapped(error) for rank, (error, _) in sorted(failure.failures.items())}
+    first = next(iter(errors.values()))
+    for error in errors.values():
+        if not isinstance(error, Exception):
+            raise error  # KeyboardInterrupt, SystemExit
+    actionable = isinstance(first, OSError | PyckptError)
+    if alone and actionable:
+        raise first
+    if actionable and all(type(error) is type(first) for error in errors.values()):
+        raise _with_ranks(first, list(errors)) from _chained(errors)
+    said = {rank: f"{type(error).__name__}: {error}" for rank, error in errors.items()}
+    text = "; ".join(what if alone else f"rank {rank}: {what}" for rank, what in said.items())
+    raise LoadError(f"loading failed: {text}", failures=said) from _chained(errors)
+
+
+def _unwrapped(error: BaseException) -> BaseException:
+    if isinstance(error, _MetadataError):
+        inner = error.args[0]
+        assert isinstance(inner, BaseException)
+        return inner
+    return error
+
+
+def _chained(errors: dict[int, BaseException]) -> BaseException:
+    """Return the first rank's error with those of the other ranks behind it."""
+    chain = list(errors.values())
+    for error, cause in itertools.pairwise(chain):
+        last = error
+        while last.__cause__ is not None and last.__cause__ is not cause:
+            last = last.__cause__
+        if last is not cause:
+            last.__cause__ = cause
+    return chain[0]
+
+
+def _with_ranks(error: BaseException, ranks: list[int]) -> BaseException:
+    """Copy an error, with the ranks that raised it in its message."""
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {some(ranks, 8)}"
+    if isinstance(error, OSError):
+        if error.errno is None:
+            return type(error)(f"{who}: {error}")
+        return type(error)(error.errno, f"{error.strerror} ({who})", error.filename)
+    assert isinstance(error, CorruptCheckpoint | UnsafeCheckpoint | LoadError | PyckptError)
+    copy = type(error)(f"{who}: {error}")
+    vars(copy).update(vars(error))
+    return copy

@@ -1,0 +1,449 @@
+"""LoadPlanner: decides what is read, where it goes, and says what did not fit.
+
+It works under any StorageReader. On each rank it compares the state with the metadata, which holds
+every key, so it needs no collectives beyond DCP's own. The caller's state is changed late:
+containers when all ranks have planned (`finish_plan`), and a created tensor goes in when its data
+has arrived (`commit_tensor`), so that a load that fails leaves no uninitialised tensors behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import (
+    _create_chunk_list,
+    create_read_items_for_chunk_list,
+)
+from torch.distributed.tensor import DTensor
+
+from pyckpt.dcp import objects
+from pyckpt.dcp.report import Conversion, LoadReport, Replacement, some
+from pyckpt.dcp.template import Growth, Path, Slot, Template, is_empty, place
+from pyckpt.errors import CorruptCheckpoint, LoadError
+
+__all__ = ["LoadPlanner"]
+
+_KEYS_SHOWN = 50
+_NOWHERE = torch.Size((0,))
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+Create = Callable[[str, TensorStorageMetadata], torch.Tensor | None]
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """A DCP load planner that fills what it is given with all that was saved.
+
+    Every container that the caller passes, at any depth, comes to hold what it held when saved.
+    Dicts and lists are filled in place, so that references to them stay good. None, and an empty
+    list, dict or tensor, stand for "whatever was saved"; a list takes the length it had. Tensors
+    that the state has are loaded in place: a dtype that differs is converted, a shape that differs
+    is an error. A value of another kind than saved (an int where a tensor was saved, a tensor where
+    None was) gives way to what was saved. Top-level entries that the caller does not pass are not
+    loaded. `report` tells of all of it.
+
+    DCP saves the keys of dicts as strings. Where it creates a key, this planner makes it an int
+    again if all keys that the dict has are ints, or if the dict is the ``state`` of an optimizer.
+
+    Args:
+        missing: what to do about keys of the state that the checkpoint does not have: "error" lists
+            them all in a `LoadError`, "keep" leaves them as they are. With "keep", lists that are
+            longer than saved also keep what they have beyond.
+        unexpected: what to do about keys of the checkpoint, in containers that were passed, that
+            the state does not have: "fill" creates them, "report" leaves them out, "error" lists
+            them all in a `LoadError`. Only "fill" changes the structure of the state.
+        allow: classes and functions, beyond those that ``torch.load(weights_only=True)`` admits,
+            that saved objects may contain; as for `torch.serialization.safe_globals`.
+        device: where tensors go that have to be created, and those within objects that were saved
+            from an accelerator.
+        create: called as ``create(key, metadata)`` for each tensor that has to be created. Returns
+            a tensor or DTensor of shape ``metadata.size``, or None for a plain tensor on
+            ``device``. For DTensors, return
+            ``torch.distributed.tensor.empty(metadata.size, dtype=metadata.properties.dtype,
+            device_mesh=mesh, placements=placements)``.
+    """
+
+    def __init__(
+        self,
+        *,
+        missing: Literal["error", "keep"] = "error",
+        unexpected: Literal["fill", "report", "error"] = "fill",
+        allow: Sequence[objects.Allowed] = (),
+        device: torch.device | str = "cpu",
+        create: Create | None = None,
+    ) -> None:
+        super().__init__()
+        if missing not in ("error", "keep"):
+            raise ValueError(f"missing must be 'error' or 'keep', not {missing!r}")
+        if unexpected not in ("fill", "report", "error"):
+            raise ValueError(f"unexpected must be 'fill', 'report' or 'error', not {unexpected!r}")
+        self._missing = missing
+        self._unexpected = unexpected
+        self._allow = tuple(allow)
+        self._device = torch.device(device)
+        self._create = create
+        self._lock = threading.Lock()
+        self._report = LoadReport()
+        self._items: list[ReadItem] = []
+
+    @property
+    def report(self) -> LoadReport:
+        """What this rank's last load did. Verification and time are not the planner's to know:
+        `pyckpt.load` fills them in."""
+        assert self.metadata is not None
+        nbytes = 0
+        for item in self._items:
+            if item.type is LoadItemType.TENSOR:
+                saved = self.metadata.state_dict_metadata[item.storage_index.fqn]
+                assert isinstance(saved, TensorStorageMetadata)
+                nbytes += item.lengths.numel() * saved.properties.dtype.itemsize
+        return replace(self._report, bytes=nbytes)
+
+    # --- planning -----------------------------------------------------------------------------
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        if metadata is None:
+            raise ValueError("LoadPlanner needs the checkpoint's metadata")
+        self.original_state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+        self._template = Template(state_dict)
+        self.state_dict = self._template.values
+        self.mappings = self._template.paths
+        for name, value in self.state_dict.items():
+            if type(value) is ShardedTensor:
+                # Of FSDP1 in two dimensions; without local shards it comes back as nothing.
+                self.state_dict[name] = _flatten_sharded_tensors({name: value}).get(name, value)
+        self._slots: dict[str, Slot] = dict(self._template.slots)
+        self._growth: Growth | None = None
+        # Created tensors that are not in the state yet, with the reads they wait for.
+        self._pending: dict[str, int] = {}
+        self._chunks: dict[Any, list[ChunkStorageMetadata]] = {}
+
+    def create_local_plan(self) -> LoadPlan:
+        """Compare state and checkpoint, and list the reads.
+
+        Raises:
+            LoadError: keys are missing or unexpected and the policy is "error", or shapes differ.
+            CorruptCheckpoint: the metadata contradicts itself, or lacks a part of a tensor.
+        """
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata
+        values = self.state_dict
+        report = self._report = LoadReport()
+        missing = [name for name in values if name not in saved]
+        extra = [] if len(saved) + len(missing) == len(values) else self._sort_extra(report)
+        if missing or extra:
+            self._settle(missing, extra, report)
+
+        to_create: list[tuple[str, torch.device]] = []
+        present: list[str] = []
+        self._match(present, to_create, report)
+        for name in extra:
+            if isinstance(saved[name], TensorStorageMetadata):
+                to_create.append((name, self._device))
+            report.filled.append(name)
+        for name, device in to_create:
+            values[name] = self._new_tensor(name, device)
+        return self._plan(present, [name for name, _ in to_create], extra, report)
+
+    def _sort_extra(self, report: LoadReport) -> list[str]:
+        """Find saved keys that the state lacks: in its containers, or under other entries."""
+        assert self.metadata is not None
+        passed = {str(key) for key in self.original_state_dict}
+        extra: list[str] = []
+        for name in self.metadata.state_dict_metadata:
+            if name not in self.state_dict:
+                inside = self._saved_path(name)[0] in passed
+                (extra if inside else report.left_out).append(name)
+        return extra
+
+    def _settle(self, missing: list[str], extra: list[str], report: LoadReport) -> None:
+        """Apply the policies to ``missing`` and ``extra``; what of ``extra`` is not to be loaded is
+        removed from it."""
+        assert self.metadata is not None
+        fill = self._unexpected == "fill"
+        growth = Growth(
+            self._template,
+            self.original_state_dict,
+            {name: self._saved_path(name) for name in self.metadata.state_dict_metadata},
+            missing,
+            cut_lists=fill and self._missing == "error",
+        )
+        if extra and self._unexpected == "error":
+            raise LoadError(
+                f"keys of the checkpoint that the state does not have ({len(extra)}): "
+                f"{some(extra, _KEYS_SHOWN)}",
+                unexpected=tuple(extra),
+            )
+        explained = {*growth.taken, *growth.dropped}
+        kept = [name for name in missing if name not in explained]
+        if fill:
+            self._growth = growth
+            self._slots.update(growth.slots)
+            report.replaced.extend(growth.replaced)
+            report.dropped.extend(growth.dropped)
+        else:
+            report.unexpected.extend(extra)
+            extra.clear()
+            # Not missing: saved as something else, which was not to be filled in.
+            report.kept.extend(name for name in missing if name in explained)
+        if kept and self._missing == "error":
+            raise LoadError(
+                f"keys of the state that the checkpoint does not have ({len(kept)}): "
+                f"{some(kept, _KEYS_SHOWN)}",
+                missing=tuple(kept),
+            )
+        report.kept.extend(kept)
+        for name in missing:
+            del self.state_dict[name]
+
+    def _match(
+        self, present: list[str], to_create: list[tuple[str, torch.device]], report: LoadReport
+    ) -> None:
+        """Sort the keys that both have into those that can be read in place and those that
+        cannot."""
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata
+        mismatched: dict[str, str] = {}
+        loaded, filled = report.loaded, report.filled
+        for name, value in self.state_dict.items():
+            item = saved[name]
+            if isinstance(item, BytesStorageMetadata):
+                present.append(name)
+                loaded.append(name)
+            elif not isinstance(value, torch.Tensor):
+                to_create.append((name, self._device))
+                (filled if is_empty(value) else loaded).append(name)
+            elif value.shape != item.size:
+                if value.numel() or isinstance(value, DTensor | ShardedTensor):
+                    mismatched[name] = f"{name}: {tuple(item.size)} is not {tuple(value.shape)}"
+                    continue
+                to_create.append((name, value.device if not value.is_meta else self._device))
+                filled.append(name)
+            elif value.is_meta:
+                to_create.append((name, self._device))
+                filled.append(name)
+            else:
+                present.append(name)
+                loaded.append(name)
+                if value.dtype != item.properties.dtype:
+                    report.converted.append(Conversion(name, item.properties.dtype, value.dtype))
+        if mismatched:
+            raise LoadError(
+                f"tensors of another shape in the checkpoint than in the state "
+                f"({len(mismatched)}): {some(mismatched.values(), _KEYS_SHOWN)}",
+                mismatched=tuple(mismatched),
+            )
+
+    def _new_tensor(self, name: str, device: torch.device) -> torch.Tensor:
+        assert self.metadata is not None
+        item = self.metadata.state_dict_metadata[name]
+        assert isinstance(item, TensorStorageMetadata)
+        current = self.state_dict.get(name)
+        if isinstance(current, torch.Tensor) and current.is_meta and current.shape == item.size:
+            return _materialized(current, device)
+        tensor = None if self._create is None else self._create(name, item)
+        if tensor is None:
+            return torch.empty(item.size, dtype=item.properties.dtype, device=device)
+        if tensor.shape != item.size:
+            raise LoadError(
+                f"create({name!r}) returned a tensor of shape {tuple(tensor.shape)} for one of "
+                f"shape {tuple(item.size)}",
+                mismatched=(name,),
+            )
+        return tensor
+
+    def _plan(
+        self, present: list[str], created: list[str], extra: list[str], report: LoadReport
+    ) -> LoadPlan:
+        """List the reads for the keys that are in place, the created tensors and new objects."""
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata
+        items: list[ReadItem] = []
+        for name in present:
+            item = saved[name]
+            if isinstance(item, BytesStorageMetadata):
+                items.append(_read_object(name))
+            else:
+                items += self._read_tensor(name, item, self.state_dict[name])
+        for name in extra:
+            if isinstance(saved[name], BytesStorageMetadata):
+                items.append(_read_object(name))
+        for name in created:
+            item = saved[name]
+            assert isinstance(item, TensorStorageMetadata)
+            tensor = self.state_dict[name]
+            if tensor.dtype != item.properties.dtype:
+                report.converted.append(Conversion(name, item.properties.dtype, tensor.dtype))
+            reads = self._read_tensor(name, item, tensor)
+            self._pending[name] = len(reads)
+            items += reads
+        return LoadPlan(items)
+
+    def _read_tensor(
+        self, name: str, item: TensorStorageMetadata, tensor: torch.Tensor
+    ) -> list[ReadItem]:
+        chunks = item.chunks
+        if len(chunks) == 1 and type(tensor) in _PLAIN and chunks[0].sizes == item.size:
+            return _read_chunk(name, chunks[0], 0)
+        local = self._local_chunks(tensor)
+        if len(local) == 1:
+            # Saved in the same pieces as it is loaded: nothing to intersect.
+            wanted = local[0]
+            for position, chunk in enumerate(chunks):
+                if chunk.sizes == wanted.sizes and chunk.offsets == wanted.offsets:
+                    return _read_chunk(name, chunk, position)
+        reads = create_read_items_for_chunk_list(name, item, local)
+        needed = sum(chunk.sizes.numel() for chunk in local)
+        covered = sum(read.lengths.numel() for read in reads)
+        if covered < needed:
+            raise CorruptCheckpoint(
+                f"{name}: the checkpoint has {covered} of the {needed} elements that this rank "
+                "needs",
+                key=name,
+                expected=needed,
+                found=covered,
+            )
+        return reads
+
+    def _local_chunks(self, tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
+        if not isinstance(tensor, DTensor):
+            return list(_create_chunk_list(tensor))
+        if tensor.device_mesh.get_coordinate() is None:
+            return []  # this rank has no part of the tensor
+        # Many tensors share few shapes, and DTensor takes long to compute its offsets.
+        key = (tensor.shape, id(tensor.device_mesh), tensor.placements)
+        if key not in self._chunks:
+            self._chunks[key] = list(_create_chunk_list(tensor))
+        return self._chunks[key]
+
+    def _saved_path(self, name: str) -> Path:
+        assert self.metadata is not None
+        paths = self.metadata.planner_data
+        path = paths.get(name) if isinstance(paths, Mapping) else None
+        if isinstance(path, tuple | list) and path and all(type(p) in (str, int) for p in path):
+            return tuple(path)
+        return (name,)
+
+    # --- reading ------------------------------------------------------------------------------
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """All ranks have planned without an error: give the state its new structure."""
+        for container, key, value in self._template.edits:
+            container[key] = value
+        if self._growth is not None:
+            self._growth.apply()
+        for name in [name for name, reads in self._pending.items() if reads == 0]:
+            self._put(name, self.state_dict[name])
+        self._items = new_plan.items
+        return new_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Unpickle a saved object, without running code of the file, and put it in its place.
+
+        Raises:
+            UnsafeCheckpoint: the object contains a class that is not allowed.
+            CorruptCheckpoint: the bytes are not a saved object.
+        """
+        name = read_item.dest_index.fqn
+        self._put(name, objects.load(value, name, allow=self._allow, device=self._device))
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        tensor = self.state_dict[read_item.dest_index.fqn]
+        if isinstance(tensor, DTensor) and type(tensor._local_tensor) in _PLAIN:
+            tensor = tensor._local_tensor  # what to_local() gives, without autograd's part in it
+        elif _is_sharded(tensor):
+            tensor = self.lookup_tensor(read_item.dest_index)
+        if tensor.shape == read_item.lengths:
+            return tensor
+        return narrow_tensor_by_index(tensor, read_item.dest_offsets, read_item.lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        if not self._pending:
+            return
+        name = read_item.dest_index.fqn
+        with self._lock:  # a reader may commit from several threads
+            reads = self._pending.get(name)
+            if reads is None:
+                return
+            self._pending[name] = reads - 1
+        if reads == 1:
+            self._put(name, self.state_dict[name])
+
+    def _put(self, name: str, value: Any) -> None:
+        replacement: Replacement | None = place(name, self._slots[name], value)
+        if replacement is not None:
+            self._report.replaced.append(replacement)
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    # Whoever takes part in DCP's protocol for tensors that know their own chunks.
+    kind = type(tensor)
+    return kind not in _PLAIN and (kind is ShardedTensor or hasattr(kind, "__create_chunk_list__"))
+
+
+def _materialized(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Give a tensor on the meta device memory; a DTensor's is on the device of its mesh."""
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(tensor, device=device)
+    local = torch.empty_like(tensor.to_local(), device=tensor.device_mesh.device_type)
+    return DTensor.from_local(
+        local,
+        device_mesh=tensor.device_mesh,
+        placements=tensor.placements,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+@functools.cache
+def _start(dims: int) -> torch.Size:
+    return torch.Size((0,) * dims)
+
+
+def _read_chunk(name: str, chunk: ChunkStorageMetadata, position: int) -> list[ReadItem]:
+    """Read one saved chunk whole into a tensor that has the same extent."""
+    if 0 in chunk.sizes:
+        return []
+    # What MetadataIndex(...) and ReadItem(...) make, in a third of the time: being frozen, they
+    # set each field by a call, and this runs once a tensor.
+    index = object.__new__(MetadataIndex)
+    vars(index).update(fqn=name, offset=chunk.offsets, index=position)
+    start = _start(len(chunk.sizes))
+    item = object.__new__(ReadItem)
+    vars(item).update(
+        type=LoadItemType.TENSOR,
+        dest_index=index,
+        dest_offsets=start,
+        storage_index=index,
+        storage_offsets=start,
+        lengths=chunk.sizes,
+    )
+    return [item]
+
+
+def _read_object(name: str) -> ReadItem:
+    index = MetadataIndex(name)
+    return ReadItem(LoadItemType.BYTE_IO, index, _NOWHERE, index, _NOWHERE, _NOWHERE)

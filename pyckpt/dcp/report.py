@@ -1,0 +1,112 @@
+"""What a load did, for the person who asked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Conversion", "LoadReport", "Replacement"]
+
+_NAMES_SHOWN = 3
+
+
+class Conversion(NamedTuple):
+    """A tensor that was saved as one dtype and loaded into another."""
+
+    key: str
+    saved: torch.dtype
+    loaded: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.key} ({_dtype(self.saved)} -> {_dtype(self.loaded)})"
+
+
+class Replacement(NamedTuple):
+    """A value of one kind ("dict", "tensor", "int") that gave way to a saved one of another."""
+
+    key: str
+    was: str
+    now: str
+
+    def __str__(self) -> str:
+        return f"{self.key} ({self.was} -> {self.now})"
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What one rank's load did, key by key. Keys are DCP's: the path's names joined by dots.
+
+    ``str(report)`` is a short summary; the lists are complete.
+    """
+
+    loaded: list[str] = field(default_factory=list)
+    """Keys that the state had and that now hold what was saved."""
+    filled: list[str] = field(default_factory=list)
+    """Keys that the state did not have, or had as None or an empty value, and that were created."""
+    converted: list[Conversion] = field(default_factory=list)
+    """Tensors, among the loaded, whose dtype differs; they keep the state's dtype."""
+    replaced: list[Replacement] = field(default_factory=list)
+    """Values, among the loaded and filled, of another kind than saved: they are now as saved."""
+    kept: list[str] = field(default_factory=list)
+    """Keys of the state that were left as they were, the checkpoint having nothing for them."""
+    dropped: list[str] = field(default_factory=list)
+    """Keys that gave way to what was saved: those beyond the end of a list that was shorter, and
+    those in a dict or list that was saved as one value."""
+    left_out: list[str] = field(default_factory=list)
+    """Keys of the checkpoint under top-level entries that the caller did not pass."""
+    unexpected: list[str] = field(default_factory=list)
+    """Keys of the checkpoint, in containers that were passed, left out by ``unexpected="report"``.
+    """
+    not_verified: list[str] = field(default_factory=list)
+    """Keys whose bytes no checksum vouches for: read in part, or by a reader that has none."""
+    bytes: int = 0
+    """Bytes read, where the reader counts them, else bytes of tensors asked for."""
+    seconds: float = 0.0
+    """Wall-clock time of the whole load."""
+
+    @property
+    def gb_per_s(self) -> float:
+        """Bytes over seconds, in units of 10^9 bytes a second; 0 when nothing was timed."""
+        return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+    def __str__(self) -> str:
+        count = len(self.loaded) + len(self.filled)
+        lines = [
+            f"loaded {count} {'key' if count == 1 else 'keys'}, {_size(self.bytes)} "
+            f"in {self.seconds:.3g} s ({self.gb_per_s:.2f} GB/s)"
+        ]
+        for what, names in (
+            ("created", self.filled),
+            ("converted to the state's dtype", self.converted),
+            ("replaced by what was saved", self.replaced),
+            ("not in the checkpoint, kept as they were", self.kept),
+            ("dropped in favour of what was saved", self.dropped),
+            ("in the checkpoint, not in the state, left out", self.unexpected),
+            ("in the checkpoint, not asked for", self.left_out),
+            ("not verified", self.not_verified),
+        ):
+            if names:
+                lines.append(f"  {len(names)} {what}: {some(names)}")
+        return "\n".join(lines)
+
+
+def some(names: Iterable[object], limit: int = _NAMES_SHOWN) -> str:
+    """Join the first ``limit`` of ``names`` and say how many more there are."""
+    shown = [str(name) for name in names]
+    rest = len(shown) - limit
+    text = ", ".join(shown[:limit])
+    return f"{text} and {rest} more" if rest > 0 else text
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count} bytes"

@@ -1,0 +1,742 @@
+"""What a load does with states and checkpoints that fit, and with those that do not."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import errno
+import pickle
+import threading
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from _load_helpers import in_group, load_stock_file, round_trip, save
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import empty as empty_dtensor
+
+from pyckpt.dcp.load import load
+from pyckpt.dcp.planner import LoadPlanner
+from pyckpt.dcp.report import Conversion, LoadReport, Replacement
+from pyckpt.errors import CorruptCheckpoint, LoadError, PyckptError, UnsafeCheckpoint
+
+ONES = torch.ones(3)
+FIVE = 5
+
+
+def trained_adam() -> torch.optim.Adam:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def fresh_adam() -> torch.optim.Adam:
+    return torch.optim.Adam(torch.nn.Linear(2, 2).parameters())
+
+
+# --- states whose parts are made late: what stock does with each is in PyTorch issue 126881 -------
+
+
+def test_snippet_of_issue_126881(tmp_path: Path) -> None:
+    dl_state = {"dl_state": {"data": {"a": "b"}}}
+    save(dl_state, tmp_path)
+    loaded = copy.deepcopy(dl_state)
+    loaded["dl_state"].pop("data")
+    mine = loaded["dl_state"]
+    dcp.load(loaded, storage_reader=FileSystemReader(tmp_path), planner=LoadPlanner())
+    assert loaded == dl_state
+    assert loaded["dl_state"] is mine
+
+
+def test_missing_tensor_is_made(tmp_path: Path) -> None:
+    into = {"m": {"w": torch.zeros(3)}}
+    w = into["m"]["w"]
+    report = round_trip({"m": {"w": ONES, "b": torch.zeros(2, dtype=torch.int8)}}, into, tmp_path)
+    assert into["m"]["w"] is w
+    assert torch.equal(w, ONES)
+    assert into["m"]["b"].dtype == torch.int8
+    assert into["m"]["b"].shape == (2,)
+    assert (report.loaded, report.filled) == (["m.w"], ["m.b"])
+
+
+@pytest.mark.parametrize("into", [{}, None, [], torch.zeros(0), FIVE, {"gone": {}}])
+def test_whole_container_is_made(tmp_path: Path, into: Any) -> None:
+    state = {"m": into}
+    saved = {"w": ONES, "x": {"y": 1, "z": [1, 2]}}
+    report = round_trip({"m": saved}, state, tmp_path)
+    assert list(state["m"])[-2:] == ["w", "x"]
+    assert torch.equal(state["m"]["w"], ONES)
+    assert state["m"]["x"] == saved["x"]
+    assert report.filled == ["m.w", "m.x.y", "m.x.z"]
+    if isinstance(into, dict):
+        assert state["m"] is into
+    assert report.replaced == ([Replacement("m", "int", "dict")] if into is FIVE else [])
+
+
+def test_fresh_adam_gets_its_moments(tmp_path: Path) -> None:
+    saved, live = trained_adam(), fresh_adam()
+    state = {"optim": live.state_dict()}
+    inner = state["optim"]["state"]
+    round_trip({"optim": saved.state_dict()}, state, tmp_path)
+    assert state["optim"]["state"] is inner
+    assert list(inner) == [0, 1]
+    live.load_state_dict(state["optim"])
+    expected = saved.state_dict()
+    for number, values in live.state_dict()["state"].items():
+        assert values.keys() == expected["state"][number].keys()
+        for name, value in values.items():
+            assert torch.equal(value, expected["state"][number][name])
+    assert live.state_dict()["param_groups"] == expected["param_groups"]
+
+
+@pytest.mark.parametrize("passed", [None, {}, {"state": {}, "param_groups": []}])
+def test_adam_from_nothing(tmp_path: Path, passed: Any) -> None:
+    saved = trained_adam().state_dict()
+    state = {"optim": passed}
+    round_trip({"optim": saved}, state, tmp_path)
+    assert list(state["optim"]["state"]) == [0, 1]
+    assert state["optim"]["param_groups"] == saved["param_groups"]
+    fresh_adam().load_state_dict(state["optim"])
+
+
+def test_stateful_object_is_filled(tmp_path: Path) -> None:
+    saved, live = trained_adam(), fresh_adam()
+    round_trip({"optim": saved}, {"optim": live}, tmp_path)
+    assert torch.equal(
+        live.state_dict()["state"][1]["exp_avg"], saved.state_dict()["state"][1]["exp_avg"]
+    )
+
+
+def test_stateful_through_dcp_load(tmp_path: Path) -> None:
+    save({"optim": trained_adam()}, tmp_path)
+    live = fresh_adam()
+    reader = FileSystemReader(tmp_path)
+    dcp.load({"optim": live}, storage_reader=reader, planner=LoadPlanner())
+    assert set(live.state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_key_that_was_not_saved(tmp_path: Path) -> None:
+    save({"m": {"w": ONES}}, tmp_path)
+    state = {"m": {"w": torch.zeros(3), "zz": 1, "yy": torch.zeros(1)}, "n": {"x": 0}}
+    with pytest.raises(LoadError, match=r"\(3\): m\.zz, m\.yy, n\.x") as caught:
+        load_stock_file(state, tmp_path)
+    assert caught.value.missing == ("m.zz", "m.yy", "n.x")
+    assert torch.equal(state["m"]["w"], torch.zeros(3))
+
+    report = load_stock_file(state, tmp_path, missing="keep")
+    assert report.kept == ["m.zz", "m.yy", "n.x"]
+    assert report.loaded == ["m.w"]
+    assert state["m"]["zz"] == 1
+    assert torch.equal(state["m"]["w"], ONES)
+
+
+MIXED = [1, 2, 3, {"k": 5}]
+
+
+@pytest.mark.parametrize(
+    "local",
+    [[0], [], None, [0, 0, 0, {"k": 0}], [0] * 7, [0, {"k": 0}], {}, {"a": 1}, 7, ONES, "text"],
+)
+def test_list_with_dicts_takes_the_length_it_had(tmp_path: Path, local: Any) -> None:
+    state = {"l": copy.deepcopy(local)}
+    mine = state["l"]
+    round_trip({"l": MIXED}, state, tmp_path)
+    assert state["l"] == MIXED
+    if isinstance(local, list):
+        assert state["l"] is mine
+
+
+def test_longer_list_is_cut(tmp_path: Path) -> None:
+    into = [0, 0, 0, {"k": 0}, 9, {"x": {"y": 1}}]
+    state = {"l": into}
+    report = round_trip({"l": MIXED}, state, tmp_path)
+    assert into == MIXED
+    assert report.dropped == ["l.4", "l.5.x.y"]
+    assert report.loaded == ["l.0", "l.1", "l.2", "l.3.k"]
+
+    into.append(9)
+    report = load_stock_file(state, tmp_path, missing="keep")
+    assert into == [*MIXED, 9]
+    assert (report.kept, report.dropped) == (["l.4"], [])
+
+    with pytest.raises(LoadError, match=r"l\.4"):
+        load_stock_file(state, tmp_path, unexpected="report")
+
+
+@pytest.mark.parametrize("local", [[0], [], None, [0] * 7, [{"a": 1}], {}, ONES, 3])
+def test_plain_list_takes_the_length_it_had(tmp_path: Path, local: Any) -> None:
+    state = {"l": copy.deepcopy(local)}
+    mine = state["l"]
+    round_trip({"l": [1, 2, 3]}, state, tmp_path)
+    assert state["l"] == [1, 2, 3]
+    if isinstance(local, list):
+        assert state["l"] is mine
+
+
+def test_lists_of_tensors(tmp_path: Path) -> None:
+    kept = torch.zeros(3)
+    state: dict[str, Any] = {"l": [kept], "m": [[torch.zeros(1)], []]}
+    saved = {"l": [ONES, ONES * 2], "m": [[ONES[:1]], [ONES * 3, ONES]]}
+    round_trip(saved, state, tmp_path)
+    assert state["l"][0] is kept
+    assert torch.equal(state["l"][1], ONES * 2)
+    assert torch.equal(state["m"][1][0], ONES * 3)
+    assert [len(inner) for inner in state["m"]] == [1, 2]
+
+
+def test_gap_in_a_list_was_an_empty_dict(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"l": None}
+    round_trip({"l": [{}, {"a": 1}]}, state, tmp_path)
+    assert state["l"] == [{}, {"a": 1}]
+
+
+def test_shapes_that_differ(tmp_path: Path) -> None:
+    save({"a": torch.ones(5), "b": torch.ones(2, 2), "c": ONES}, tmp_path)
+    state = {"a": torch.zeros(3), "b": torch.zeros(4), "c": torch.zeros(3)}
+    with pytest.raises(LoadError, match=r"a: \(5,\) is not \(3,\), b: \(2, 2\) is not \(4,\)") as e:
+        load_stock_file(state, tmp_path)
+    assert e.value.mismatched == ("a", "b")
+    assert torch.equal(state["c"], torch.zeros(3))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0)])
+def test_empty_tensor_grows(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    state = {"b": torch.zeros(shape)}
+    report = round_trip({"b": torch.ones(5, dtype=torch.int64)}, state, tmp_path)
+    assert torch.equal(state["b"], torch.ones(5, dtype=torch.int64))
+    assert report.filled == ["b"]
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), ()])
+def test_saved_without_elements_or_dimensions(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    state = {"new": {}, "old": torch.full(shape, 3.0)}
+    round_trip({"new": {"t": torch.ones(shape)}, "old": torch.ones(shape)}, state, tmp_path)
+    assert torch.equal(state["new"]["t"], torch.ones(shape))
+    assert torch.equal(state["old"], torch.ones(shape))
+
+
+@pytest.mark.parametrize(
+    ("saved", "local", "kinds"),
+    [
+        (ONES, None, None),
+        (ONES, 3, ("int", "tensor")),
+        (ONES, {"a": 1}, ("dict", "tensor")),
+        (ONES, [1, 2], ("list", "tensor")),
+        (ONES, [torch.zeros(1)], ("list", "tensor")),
+        (None, ONES, ("tensor", "NoneType")),
+        (7, torch.tensor(0.0), ("tensor", "int")),
+        ("s", {"a": {"b": 1}}, ("dict", "str")),
+        ((1, 2), None, None),
+        (3.5, 1, None),
+    ],
+)
+def test_other_kind_than_saved(tmp_path: Path, saved: Any, local: Any, kinds: Any) -> None:
+    state = {"b": copy.deepcopy(local)}
+    report = round_trip({"b": saved}, state, tmp_path)
+    assert type(state["b"]) is type(saved)
+    assert torch.equal(state["b"], saved) if saved is ONES else state["b"] == saved
+    assert report.replaced == ([Replacement("b", *kinds)] if kinds else [])
+    assert not report.kept
+
+
+def test_dtype_that_differs(tmp_path: Path) -> None:
+    state = {"b": torch.zeros(3, dtype=torch.float16)}
+    report = round_trip({"b": ONES}, state, tmp_path)
+    assert state["b"].dtype == torch.float16
+    assert torch.equal(state["b"], torch.ones(3, dtype=torch.float16))
+    assert report.converted == [Conversion("b", torch.float32, torch.float16)]
+
+
+# --- what is left out -----------------------------------------------------------------------------
+
+
+def test_partial_load_is_quiet(tmp_path: Path) -> None:
+    state = {"a": torch.zeros(3)}
+    report = round_trip({"a": ONES, "b": {"c": ONES, "d": 1}, "e": 2}, state, tmp_path)
+    assert list(state) == ["a"]
+    assert report.left_out == ["b.c", "b.d", "e"]
+    assert not report.unexpected
+
+
+def test_unexpected_reported_or_refused(tmp_path: Path) -> None:
+    save({"m": {"a": ONES, "b": {"c": 1}, "n": {"x": 1}, "l": MIXED}, "top": 1}, tmp_path)
+
+    def template() -> dict[str, Any]:
+        return {"m": {"a": torch.zeros(3), "n": None, "l": []}}
+
+    state = template()
+    report = load_stock_file(state, tmp_path, unexpected="report")
+    assert torch.equal(state["m"].pop("a"), ONES)
+    assert state == {"m": {"n": None, "l": []}}
+    names = ["m.b.c", "m.n.x", "m.l.0", "m.l.1", "m.l.2", "m.l.3.k"]
+    assert sorted(report.unexpected) == sorted(names)
+    assert sorted(report.kept) == ["m.l", "m.n"]
+    assert report.left_out == ["top"]
+    assert report.filled == []
+
+    state = template()
+    with pytest.raises(LoadError) as caught:
+        load_stock_file(state, tmp_path, unexpected="error")
+    assert sorted(caught.value.unexpected) == sorted(names)
+    assert all(name in str(caught.value) for name in names)
+    assert torch.equal(state["m"]["a"], torch.zeros(3))
+
+
+@pytest.mark.parametrize("option", [{"missing": "fill"}, {"unexpected": "keep"}])
+def test_wrong_options(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(option))):
+        LoadPlanner(**option)
+
+
+# --- names and containers -------------------------------------------------------------------------
+
+
+def test_keys_are_matched_by_dotted_name_as_in_stock(tmp_path: Path) -> None:
+    flat = {"m.w": torch.zeros(3), "m.n.x": 0}
+    round_trip({"m": {"w": ONES, "n": {"x": 1}, "more": 2}}, flat, tmp_path)
+    assert torch.equal(flat["m.w"], ONES)
+    assert flat["m.n.x"] == 1
+    assert "m.more" not in flat
+
+
+def test_int_keys_stay_int_keys(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"some": {1: 0}, "none": {}, "text": {"1": 0}}
+    saved = {"some": {1: "a", 2: "b"}, "none": {1: "c"}, "text": {"1": "d", "2": "e"}}
+    round_trip(saved, state, tmp_path)
+    assert state["some"] == saved["some"]
+    assert state["text"] == saved["text"]
+    assert state["none"] == {"1": "c"}  # nothing tells that it was not a string
+
+
+def test_containers_are_filled_in_place(tmp_path: Path) -> None:
+    inner: dict[str, Any] = defaultdict(dict)
+    outer: OrderedDict[str, Any] = OrderedDict(inner=inner, list=[{"a": 0}])
+    items = outer["list"]
+    first = items[0]
+    state = {"s": outer}
+    round_trip({"s": {"inner": {"p": {"q": 1}}, "list": [{"a": 1}, {"b": 2}]}}, state, tmp_path)
+    assert state["s"] is outer
+    assert outer["inner"] is inner
+    assert inner == {"p": {"q": 1}}
+    assert outer["list"] is items
+    assert items[0] is first
+    assert items == [{"a": 1}, {"b": 2}]
+
+
+def test_one_container_in_two_places_is_two_states(tmp_path: Path) -> None:
+    saved = {"a": [1], "b": [2], "c": {"x": 1}, "d": {"x": 2}}
+    items: list[int] = []
+    names: dict[str, int] = {}
+    state: dict[str, Any] = {"a": items, "b": items, "c": names, "d": names}
+    round_trip(saved, state, tmp_path)
+    assert state == saved
+
+
+def test_dict_saved_as_one_value(tmp_path: Path) -> None:
+    """As planners do that do not flatten, and as DCP did before torch 2.4."""
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    writer = dcp.FileSystemWriter(tmp_path)
+    dcp.save({"d": {"x": 1, "y": {"z": 2}}}, storage_writer=writer, planner=planner)
+    mine = {"x": 0, "other": {"k": 1}}
+    state = {"d": mine}
+    report = load_stock_file(state, tmp_path)
+    assert mine == {"x": 1, "y": {"z": 2}}
+    assert state["d"] is mine
+    assert report.dropped == ["d.x", "d.other.k"]
+
+
+def test_two_values_of_one_name(tmp_path: Path) -> None:
+    save({"a": {"b": 1}}, tmp_path)
+    with pytest.raises(LoadError, match=r"a\.b"):
+        load_stock_file({"a": {"b": 1}, "a.b": 1}, tmp_path)
+
+
+# --- tensors that are made ------------------------------------------------------------------------
+
+
+def test_meta_tensors_get_memory(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(3, device="meta", dtype=torch.float64)}
+    report = round_trip({"w": ONES}, state, tmp_path)
+    assert torch.equal(state["w"], ONES.double())
+    assert report.converted == [Conversion("w", torch.float32, torch.float64)]
+
+
+def test_device_of_made_tensors(tmp_path: Path) -> None:
+    save({"w": {"x": ONES}}, tmp_path)
+    planner = LoadPlanner(device="meta")
+    planner.set_up_planner({"w": {}}, FileSystemReader(tmp_path).read_metadata())
+    (item,) = planner.create_local_plan().items
+    assert planner.resolve_tensor(item).is_meta
+
+
+def test_create_makes_tensors(tmp_path: Path) -> None:
+    asked: list[tuple[str, torch.Size, torch.dtype]] = []
+
+    def create(key: str, metadata: TensorStorageMetadata) -> torch.Tensor | None:
+        asked.append((key, metadata.size, metadata.properties.dtype))
+        return torch.zeros(3, dtype=torch.float64) if key == "m.a" else None
+
+    save({"m": {"a": ONES, "b": ONES}}, tmp_path)
+    state: dict[str, Any] = {"m": None}
+    report = load_stock_file(state, tmp_path, create=create)
+    size = torch.Size((3,))
+    assert asked == [("m.a", size, torch.float32), ("m.b", size, torch.float32)]
+    assert torch.equal(state["m"]["a"], ONES.double())
+    assert torch.equal(state["m"]["b"], ONES)
+    assert report.converted == [Conversion("m.a", torch.float32, torch.float64)]
+    with pytest.raises(LoadError, match=r"create\('m.a'\)"):
+        load_stock_file({"m": None}, tmp_path, create=lambda key, metadata: torch.zeros(4))
+
+
+def test_parameters_are_loaded_in_place(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    save({"m": dict(torch.nn.Linear(3, 2).state_dict())}, tmp_path)
+    before = model.weight
+    load_stock_file({"m": dict(model.named_parameters())}, tmp_path)
+    assert model.weight is before
+    assert model.weight.requires_grad
+
+
+def test_failed_load_leaves_no_uninitialised_tensors(tmp_path: Path) -> None:
+    save({"m": {"a": ONES, "b": ONES}}, tmp_path)
+
+    class Failing(FileSystemReader):
+        def read_data(self, plan: Any, planner: Any) -> Any:
+            raise OSError(errno.EIO, "no", "file")
+
+    state: dict[str, Any] = {"m": {"a": None}}
+    with pytest.raises(OSError, match="no"):
+        load(state, reader=Failing(tmp_path))
+    assert state == {"m": {"a": None, "b": None}}
+
+
+# --- objects --------------------------------------------------------------------------------------
+
+
+class Bad:
+    """Its pickle creates a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.path), "w")
+
+
+class Plain:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def test_objects_run_no_code(tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    save({"a": {"evil": Bad(witness)}}, tmp_path / "c")
+    state = {"a": {"evil": 1}}
+    with pytest.raises(UnsafeCheckpoint, match=r"a\.evil.*io\.open.*allow=") as caught:
+        load_stock_file(state, tmp_path / "c")
+    assert caught.value.key == "a.evil"
+    assert caught.value.refused == ("io.open",)
+    assert not witness.exists()
+    assert state == {"a": {"evil": 1}}
+
+
+def test_allow_admits_classes(tmp_path: Path) -> None:
+    save({"a": Plain(3), "t": datetime.timedelta(1)}, tmp_path)
+    name = f"{Plain.__module__}.Plain"
+    with pytest.raises(UnsafeCheckpoint, match=rf"pass allow=\[{name}\]"):
+        load_stock_file({"a": None}, tmp_path)
+    state: dict[str, Any] = {"a": None, "t": None}
+    load_stock_file(state, tmp_path, allow=[Plain, datetime.timedelta])
+    assert state["a"].value == 3
+    assert state["t"] == datetime.timedelta(1)
+    assert Plain not in torch.serialization.get_safe_globals()
+
+    with torch.serialization.safe_globals([Plain]):
+        load_stock_file(state, tmp_path, allow=[Plain, datetime.timedelta])
+        assert Plain in torch.serialization.get_safe_globals()
+
+
+def test_allow_from_several_threads(tmp_path: Path) -> None:
+    save({"a": [Plain(i) for i in range(20)]}, tmp_path)
+    barrier = threading.Barrier(4)
+    states: list[dict[str, Any]] = [{"a": None} for _ in range(4)]
+
+    def one(state: dict[str, Any]) -> None:
+        barrier.wait()
+        load_stock_file(state, tmp_path, allow=[Plain], no_dist=True)
+
+    threads = [threading.Thread(target=one, args=(state,)) for state in states]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for state in states:
+        assert [item.value for item in state["a"]] == list(range(20))
+
+
+def test_damaged_object(tmp_path: Path) -> None:
+    save({"a": list(range(50))}, tmp_path)
+    (data,) = tmp_path.glob("*.distcp")
+    data.write_bytes(b"\0" * data.stat().st_size)
+    with pytest.raises(CorruptCheckpoint, match="a: ") as caught:
+        load_stock_file({"a": None}, tmp_path)
+    assert caught.value.key == "a"
+
+
+# --- metadata that does not add up ----------------------------------------------------------------
+
+
+def planned(metadata: Any, state: dict[str, Any]) -> Any:
+    planner = LoadPlanner()
+    planner.set_up_planner(state, metadata)
+    return planner.create_local_plan()
+
+
+def test_part_of_a_tensor_is_not_in_the_checkpoint(tmp_path: Path) -> None:
+    save({"a": torch.ones(4)}, tmp_path)
+    metadata = FileSystemReader(tmp_path).read_metadata()
+    metadata.state_dict_metadata["a"].chunks[0].sizes = torch.Size((3,))
+    with pytest.raises(CorruptCheckpoint, match="3 of the 4 elements"):
+        planned(metadata, {"a": torch.zeros(4)})
+
+
+@pytest.mark.parametrize(
+    "path", [("l", 1 << 40), ("l", -1), ("l", "x"), ("l", 0), ("l", 0, "y"), ("l", 1, "y")]
+)
+def test_impossible_paths(tmp_path: Path, path: tuple[Any, ...]) -> None:
+    save({"l": [ONES, ONES]}, tmp_path)
+    metadata = FileSystemReader(tmp_path).read_metadata()
+    metadata.planner_data["l.1"] = path
+    if path == ("l", 1, "y"):
+        metadata.planner_data["l.0"] = ("l", 1)
+    with pytest.raises(CorruptCheckpoint):
+        planned(metadata, {"l": None})
+
+
+def test_metadata_without_paths(tmp_path: Path) -> None:
+    save({"a.b": ONES, "c": 1}, tmp_path)
+    metadata = FileSystemReader(tmp_path).read_metadata()
+    for paths in (None, {}, {"a.b": 3}, 3):
+        metadata.planner_data = paths
+        plan = planned(metadata, {"a.b": torch.zeros(3), "c": 0})
+        assert {item.storage_index for item in plan.items} == {
+            MetadataIndex("a.b", torch.Size((0,))),
+            MetadataIndex("c"),
+        }
+
+
+# --- the report, the errors, the call -------------------------------------------------------------
+
+
+def test_report_reads_well() -> None:
+    report = LoadReport(
+        loaded=["a"] * 10,
+        filled=["m.b"],
+        converted=[Conversion("w", torch.float32, torch.bfloat16)],
+        replaced=[Replacement("x", "int", "tensor")],
+        left_out=["c", "d", "e", "f"],
+        bytes=3_000_000_000,
+        seconds=2.0,
+    )
+    assert report.gb_per_s == 1.5
+    assert str(report).splitlines() == [
+        "loaded 11 keys, 3 GB in 2 s (1.50 GB/s)",
+        "  1 created: m.b",
+        "  1 converted to the state's dtype: w (float32 -> bfloat16)",
+        "  1 replaced by what was saved: x (int -> tensor)",
+        "  4 in the checkpoint, not asked for: c, d, e and 1 more",
+    ]
+    assert str(LoadReport(loaded=["a"])) == "loaded 1 key, 0 bytes in 0 s (0.00 GB/s)"
+
+
+def test_report_takes_the_readers_word(tmp_path: Path) -> None:
+    save({"a": ONES, "b": 1}, tmp_path)
+    report = load_stock_file({"a": torch.zeros(3), "b": 0}, tmp_path)
+    assert report.bytes == 12
+    assert report.not_verified == ["a", "b"]
+    assert report.seconds > 0
+
+    class Counting(FileSystemReader):
+        class statistics:
+            bytes = 4096
+            seconds = 1.0
+
+        unverified = ("a",)
+
+    report = load({"a": torch.zeros(3)}, reader=Counting(tmp_path))
+    assert (report.bytes, report.not_verified) == (4096, ["a"])
+
+
+def test_load_warns_of_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    save({"a": 1}, tmp_path)
+    load({"a": 0}, tmp_path, reader=FileSystemReader("elsewhere"))
+    assert not recwarn.list
+
+
+def test_load_needs_somewhere_to_load_from() -> None:
+    with pytest.raises(ValueError, match="path"):
+        load({})
+
+
+def test_absent_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        load({"a": 0}, reader=FileSystemReader(tmp_path / "none"))
+    assert caught.value.filename == str(tmp_path / "none" / ".metadata")
+
+
+def test_errors_of_the_metadata_keep_their_class(tmp_path: Path) -> None:
+    class Damaged(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            raise CorruptCheckpoint("damaged", path="p")
+
+    class WithoutRankFiles(FileSystemReader):
+        def read_metadata(self) -> Any:
+            raise FileNotFoundError(errno.ENOENT, "gone", "p")
+
+    with pytest.raises(CorruptCheckpoint, match="damaged"):
+        load({"a": 0}, reader=Damaged(tmp_path))
+    with pytest.raises(FileNotFoundError, match="gone"):
+        load({"a": 0}, reader=WithoutRankFiles(tmp_path))
+
+
+def test_any_failure_is_an_exception(tmp_path: Path) -> None:
+    save({"a": torch.zeros(300)}, tmp_path)
+    (data,) = tmp_path.glob("*.distcp")
+    data.write_bytes(b"")
+    with pytest.raises(LoadError, match="loading failed") as caught:
+        load_stock_file({"a": torch.zeros(300)}, tmp_path)
+    assert caught.value.__cause__ is not None
+    assert list(caught.value.failures) == [0]
+
+
+def test_interrupts_are_not_swallowed(tmp_path: Path) -> None:
+    class Interrupted(FileSystemReader):
+        def read_data(self, plan: Any, planner: Any) -> Any:
+            raise KeyboardInterrupt
+
+    save({"a": 1}, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        load({"a": 0}, reader=Interrupted(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CorruptCheckpoint("m", path="p", key="k", offset=1, expected=2, found=3),
+        UnsafeCheckpoint("m", path="p", key="k", refused=("a.b",)),
+        LoadError("m", missing=("a",), unexpected=("b",), mismatched=("c",), failures={1: "x"}),
+    ],
+)
+def test_errors_travel_between_ranks(error: PyckptError) -> None:
+    copied = pickle.loads(pickle.dumps(error))
+    assert type(copied) is type(error)
+    assert str(copied) == "m"
+    assert vars(copied) == vars(error)
+
+
+# --- several ranks --------------------------------------------------------------------------------
+
+
+def save_sharded(rank: int, path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(10.0).reshape(5, 2)
+    save({"m": {"w": distribute_tensor(whole, mesh, [Shard(0)]), "n": 1}}, path)
+
+
+def load_sharded(rank: int, path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(10.0).reshape(5, 2)
+
+    def create(key: str, metadata: TensorStorageMetadata) -> DTensor:
+        return empty_dtensor(
+            metadata.size,
+            dtype=metadata.properties.dtype,
+            device_mesh=mesh,
+            placements=placements,
+        )
+
+    for placements in ([Shard(0)], [Shard(1)], [Replicate()]):
+        made: dict[str, Any] = {"m": {}}
+        report = load_stock_file(made, path, create=create)
+        assert isinstance(made["m"]["w"], DTensor)
+        assert torch.equal(made["m"]["w"].full_tensor(), whole)
+        assert sorted(report.filled) == ["m.n", "m.w"]
+        assert report.bytes == made["m"]["w"].to_local().nbytes
+        there = {"m": {"w": distribute_tensor(torch.zeros(5, 2), mesh, placements), "n": 0}}
+        load_stock_file(there, path)
+        assert torch.equal(there["m"]["w"].full_tensor(), whole)  # type: ignore[attr-defined]
+        unmade = {"m": {"w": there["m"]["w"].to("meta")}}  # type: ignore[attr-defined]
+        load_stock_file(unmade, path)
+        assert torch.equal(unmade["m"]["w"].full_tensor(), whole)
+    plain: dict[str, Any] = {"m": None}
+    load_stock_file(plain, path)
+    assert torch.equal(plain["m"]["w"], whole)
+
+
+def test_two_ranks_load_what_two_ranks_saved(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(in_group, (2, tmp_path, save_sharded), nprocs=2)
+    (tmp_path / "rendezvous").unlink(missing_ok=True)
+    torch.multiprocessing.spawn(in_group, (2, tmp_path, load_sharded), nprocs=2)
+    # One process alone puts the shards together.
+    state: dict[str, Any] = {"m": None}
+    load_stock_file(state, tmp_path)
+    assert torch.equal(state["m"]["w"], torch.arange(10.0).reshape(5, 2))
+
+
+class Breaks(FileSystemReader):
+    """Fails on the ranks that it is told, in the way it is told."""
+
+    def __init__(self, path: Path, errors: dict[int, Exception]) -> None:
+        super().__init__(path)
+        self.errors = errors
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        error = self.errors.get(torch.distributed.get_rank())
+        if error is not None:
+            raise error
+        return super().read_data(plan, planner)
+
+
+def fail_on_ranks(rank: int, path: Path) -> None:
+    def failure(errors: dict[int, Exception]) -> Exception:
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            load({"a": torch.zeros(3)}, reader=Breaks(path / "c", errors))
+        return caught.value
+
+    one = failure({1: CorruptCheckpoint("bad", key="a")})
+    assert isinstance(one, CorruptCheckpoint)
+    assert str(one) == "rank 1: bad"
+    assert one.key == "a"
+    assert isinstance(one.__cause__, CorruptCheckpoint)
+
+    full = failure({r: OSError(errno.EIO, "broken", f"f{r}") for r in range(2)})
+    assert isinstance(full, OSError)
+    assert (full.errno, full.filename) == (errno.EIO, "f0")
+    assert "ranks 0, 1" in str(full)
+    assert full.__cause__ is not None
+    assert str(full.__cause__.__cause__) == "[Errno 5] broken: 'f1'"
+
+    mixed = failure({0: OSError(errno.EIO, "broken", "f"), 1: CorruptCheckpoint("bad")})
+    assert isinstance(mixed, LoadError)
+    assert list(mixed.failures) == [0, 1]
+    assert "rank 1: CorruptCheckpoint: bad" in str(mixed)
+
+    state = {"a": torch.zeros(3), **({"zz": 1} if rank else {})}
+    with pytest.raises(LoadError, match=r"^rank 1: .*zz") as missing:
+        load(state, reader=FileSystemReader(path / "c"))
+    assert missing.value.missing == ("zz",)
+    with pytest.raises(FileNotFoundError, match="ranks 0, 1"):
+        load({"a": torch.zeros(3)}, reader=FileSystemReader(path / "none"))
+
+
+def test_failures_of_ranks(tmp_path: Path) -> None:
+    save({"a": ONES}, tmp_path / "c")
+    torch.multiprocessing.spawn(in_group, (2, tmp_path, fail_on_ranks), nprocs=2)
