@@ -31,6 +31,7 @@ Item& Image::add(std::shared_ptr<const Envelope> envelope, Source source,
   item.length = prefix + payload + suffix;
 
   append(&item, Part::kGap, end_, item.offset, full);
+  const uint64_t cuts_before = cuts_;
   append(&item, Part::kPrefix, 0, prefix, full);
   if (fits_in_place(item)) {
     append_in_place(&item, full);
@@ -38,6 +39,7 @@ Item& Image::add(std::shared_ptr<const Envelope> envelope, Source source,
     append(&item, Part::kPayload, 0, payload, full);
   }
   append(&item, Part::kSuffix, 0, suffix, full);
+  item.spans_windows = cuts_ != cuts_before;
   return item;
 }
 
@@ -78,6 +80,7 @@ void Image::append_in_place(Item* item, std::vector<Window>* full) {
 
 void Image::cut(std::vector<Window>* full) {
   full->push_back(std::move(window_));
+  ++cuts_;
   window_ = Window();
   window_.offset = end_;
 }

@@ -42,6 +42,7 @@ struct Item {
   uint64_t offset = 0;
   uint64_t length = 0;
   uint64_t payload_offset = 0;  // from `offset`
+  bool spans_windows = false;   // so that a thread may wait for what others do
 
   // What the windows gather: each piece of the payload XORs its part of the checksum in, then
   // counts itself off.
@@ -96,6 +97,7 @@ class Image {
   const Options options_;
   std::deque<Item> items_;  // a deque, for addresses that stay
   uint64_t end_ = 0;        // of the last item
+  uint64_t cuts_ = 0;       // windows cut so far
   Window window_;  // the one being filled; covers up to window_.offset + window_.size == end_
 };
 

@@ -271,8 +271,7 @@ void WriteJob::count_off(const Piece& piece, uint32_t crc) {
   Item& item = *piece.item;
   const uint64_t after = item.source.size - piece.begin - piece.size;
   item.crc.fetch_xor(after == 0 ? crc : crc32_shift(crc, after), std::memory_order_relaxed);
-  const bool whole = piece.size == item.source.size;
-  if (item.pieces_left.fetch_sub(1, std::memory_order_acq_rel) == 1 && !whole) {
+  if (item.pieces_left.fetch_sub(1, std::memory_order_acq_rel) == 1 && item.spans_windows) {
     // The lock makes sure that a thread which saw the old count has begun to wait.
     std::lock_guard lock(mutex_);
     changed_.notify_all();

@@ -7,6 +7,7 @@ import os
 import threading
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 from pyckpt import _C
 
@@ -21,7 +22,8 @@ class Engine:
 
     Everything that is written streams through the ring, so its size bounds the memory of a save
     however large the state is. An engine may be shared by any number of writers, from any threads;
-    saves that overlap share its slots and threads. A forked child cannot use its parent's engine.
+    saves that overlap share its slots and threads. A forked child cannot use its parent's engine;
+    pickled, an engine becomes another one of the same settings.
 
     Args:
         max_pinned_bytes: bytes of ring memory at most; at least one slot. (The default, 64 MiB, is
@@ -68,6 +70,10 @@ class Engine:
         Idempotent."""
         self.native.close()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process cannot have the memory and the threads, but it can have its own.
+        return _engine_of, (self.max_pinned_bytes, self.slot_bytes, self.io_threads)
+
     def __enter__(self) -> Engine:
         return self
 
@@ -78,6 +84,10 @@ class Engine:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _engine_of(max_pinned_bytes: int, slot_bytes: int, io_threads: int) -> Engine:
+    return Engine(max_pinned_bytes=max_pinned_bytes, slot_bytes=slot_bytes, io_threads=io_threads)
 
 
 _lock = threading.Lock()

@@ -24,7 +24,14 @@ from pyckpt.engine import Engine, default_engine
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
-from pyckpt.format.item import HEAD_BYTES, TAIL_BYTES, Locator, Payload
+from pyckpt.format.item import (
+    HEAD_BYTES,
+    TAIL_BYTES,
+    Locator,
+    Payload,
+    has_its_checksums,
+    is_dense,
+)
 from pyckpt.statistics import ReadStatistics
 
 __all__ = ["DirectReader"]
@@ -260,6 +267,8 @@ class _Load:
         dtype = tensor.properties.dtype
         if length != dtype.itemsize * math.prod(shape) or payload_offset + length > info.length:
             raise _damaged(item, info, self.reader.path, "its length and its shape do not agree")
+        if stride is not None and not is_dense(shape, stride):
+            raise _damaged(item, info, self.reader.path, "its strides and its shape do not agree")
         return Payload(
             payload_offset, length, dtype, shape, stride or _row_major(shape), extra["crc32"]
         )
@@ -305,9 +314,9 @@ class _Load:
         check = self.checks.get(place)
         if check is None:
             check = self.checks[place] = _Check(item.storage_index.fqn, info, payload, [])
-        if target.dtype == payload.dtype and self.add_box(
-            check, item.storage_offsets, target, payload
-        ):
+        # Elements that share their memory (expand) are for copy_ to refuse.
+        alike = target.dtype == payload.dtype and 0 not in target.stride()
+        if alike and self.add_box(check, item.storage_offsets, target, payload):
             return
         for offsets, part in _rows(item.storage_offsets, target, payload.dtype.itemsize):
             source = torch.empty(part.shape, dtype=payload.dtype, device=_near(target))
@@ -421,8 +430,18 @@ class _Load:
     def check_bytes(self, item: ReadItem, info: _StorageInfo, data: bytearray) -> None:
         key = item.storage_index.fqn
         expected = info.__dict__.get("crc32")
-        if expected is None or self.reader.verify == "none":
+        if self.reader.verify == "none":
             self.unverified.add(key)
+            return
+        if expected is None:
+            # Another writer's. Not for objects: there may be thousands, and each takes a while.
+            sound = None
+            if item.type == LoadItemType.TENSOR:
+                sound = has_its_checksums(io.BytesIO(data))
+            if sound is None:
+                self.unverified.add(key)
+            elif not sound:
+                raise _damaged(item, info, self.reader.path, "its checksums do not match")
             return
         found = _C.crc32(data)
         if found != expected:
@@ -433,9 +452,11 @@ class _Load:
         """Load a tensor that is more than its memory, as stock does."""
         tensor = torch.load(data, map_location="cpu", weights_only=True)
         tensor = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
-        target = self.planner.resolve_tensor(item).detach()
+        target = self.planner.resolve_tensor(item)
         _check_size(item, target)
-        target.copy_(tensor)
+        # Not detached: what is copied to a detached sparse tensor does not arrive in the other.
+        with torch.no_grad():
+            target.copy_(tensor)
         self.planner.commit_tensor(item, target)
 
     def load_object(self, item: ReadItem, data: io.BytesIO) -> None:

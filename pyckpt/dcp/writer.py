@@ -36,28 +36,11 @@ _GAP_BYTES_MAX = 4096
 _ALIGNED_PAYLOAD_MIN = 64 << 10
 
 
-class _Unfinished:
-    """The data files that saves of this process have not committed yet, so that no other save of
-    the process sweeps them out."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._paths: set[Path] = set()
-
-    def add(self, path: Path) -> None:
-        with self._lock:
-            self._paths.add(path)
-
-    def discard(self, path: Path | None) -> None:
-        with self._lock:
-            self._paths.discard(path)  # type: ignore[arg-type]
-
-    def names(self, directory: Path) -> set[str]:
-        with self._lock:
-            return {path.name for path in self._paths if path.parent == directory}
-
-
-_unfinished = _Unfinished()
+# Commits of one process take turns: a commit and the sweep after it must see no half of another.
+_commit_lock = threading.Lock()
+# Data files of saves under way that other saves of this process, into the same directory, must not
+# sweep out. Ranks need no such thing, since their collectives keep their saves apart.
+_unfinished: set[Path] = set()
 _devices_told: set[int] = set()  # of which the log said that they do not do direct I/O
 
 
@@ -110,6 +93,7 @@ class DirectWriter(StorageWriter):
         self._path = None if path is None else _directory(path)
         self._rank = 0
         self._use_collectives = True
+        self._alone = False
         self._save_id = commit.new_save_id()
         self._job: _C.WriteJob | None = None
         self._data_file: Path | None = None
@@ -157,8 +141,8 @@ class DirectWriter(StorageWriter):
         self._use_collectives = kwargs.get("use_collectives", True)
         # DCP calls `reset` for some saves only, and a name must never come twice.
         self._save_id = commit.new_save_id()
-        _unfinished.discard(self._data_file)
         self._data_file = None
+        self._alone = False
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         commit.make_directory(self.path, sync=self.sync_files)
@@ -170,6 +154,7 @@ class DirectWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self._alone = len(plans) == 1
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -178,25 +163,33 @@ class DirectWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        if self._data_file is not None and not self._data_file.exists():
-            raise FileNotFoundError(
-                errno.ENOENT, "removed before its save was committed", str(self._data_file)
-            )
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {
             result.index: result.storage_data for of_rank in results for result in of_rank
         }
         metadata.storage_meta = self.storage_meta()
-        commit.commit_metadata(
-            self.path, self._metadata_name(), encode(metadata), sync=self.sync_files
-        )
+        data = encode(metadata)
         named = {info.relative_path for info in metadata.storage_data.values()}
+        try:
+            with _commit_lock:
+                self._commit(data, named)
+        finally:
+            self._forget_data_file()
+
+    def _commit(self, data: bytes, named: set[str]) -> None:
+        if self._data_file is not None and not self._data_file.exists():
+            raise FileNotFoundError(
+                errno.ENOENT, "removed before its save was committed", str(self._data_file)
+            )
+        commit.commit_metadata(self.path, self._metadata_name(), data, sync=self.sync_files)
+        unfinished = {path.name for path in tuple(_unfinished) if path.parent == self.path}
         commit.remove_unnamed(
-            self.path,
-            named | _unfinished.names(self.path),
-            rank=None if self._use_collectives else self._rank,
+            self.path, named | unfinished, rank=None if self._use_collectives else self._rank
         )
-        _unfinished.discard(self._data_file)
+
+    def _forget_data_file(self) -> None:
+        if self._data_file is not None:
+            _unfinished.discard(self._data_file)
 
     def _metadata_name(self) -> str:
         return commit.metadata_name(None if self._use_collectives else self._rank)
@@ -205,7 +198,8 @@ class DirectWriter(StorageWriter):
         engine = default_engine() if self._engine is None else self._engine
         name = commit.data_file_name(self._rank, self._save_id)
         self._data_file = self.path / name
-        _unfinished.add(self._data_file)
+        if self._alone:
+            _unfinished.add(self._data_file)
         try:
             self._job = job = engine.native.write(
                 str(self._data_file),
@@ -219,7 +213,7 @@ class DirectWriter(StorageWriter):
             finally:
                 job.abandon()
         except BaseException:
-            _unfinished.discard(self._data_file)
+            self._forget_data_file()
             raise
         self._tell_fallback(job)
         return [
@@ -309,7 +303,10 @@ def _add(job: _C.WriteJob, planner: SavePlanner, item: WriteItem) -> _Raw:
     if type(data) not in _PLAIN_TYPES:
         data = data.detach()
     if type(data) in _PLAIN_TYPES and data.layout is torch.strided:
-        layout = envelope_of(data.dtype, data.shape, data.stride())
+        shape = data.shape
+        layout = envelope_of(data.dtype, shape, data.stride())
+        if layout is not None and layout.order is not None:
+            data = data.permute(layout.order)
         if layout is not None and (
             job.add_tensor(data, layout.envelope)
             # Gathering strided memory is for the GPU itself to do.
@@ -319,7 +316,7 @@ def _add(job: _C.WriteJob, planner: SavePlanner, item: WriteItem) -> _Raw:
             as_planned = (
                 plan is not None
                 and plan.properties.dtype == data.dtype
-                and plan.chunk.sizes == data.shape
+                and plan.chunk.sizes == shape
             )
             return _Raw(layout.stride, as_planned)
     job.add_bytes(_serialize(data))

@@ -61,6 +61,9 @@ class Layout(NamedTuple):
     envelope: _C.Envelope
     stride: tuple[int, ...] | None
     """Strides, in elements, of the bytes as written; None where that is row-major order."""
+    order: tuple[int, ...] | None
+    """Dimensions from the outermost to the innermost of the bytes as written; None where the
+    tensor's memory is those bytes, or its own order of dimensions is theirs."""
 
 
 class _Record(NamedTuple):
@@ -86,18 +89,24 @@ def envelope_of(
     """The envelope for plain tensors of this dtype, shape and strides (in elements), or None where
     tensors of this dtype must go through ``torch.save`` itself.
 
-    Tensors that cover their memory without gaps and overlaps keep their strides, as with stock
-    ``FileSystemWriter``; others are written in row-major order.
+    As with stock ``FileSystemWriter``, tensors that cover their memory without gaps and overlaps
+    keep their strides, and others get those that ``clone`` gives them.
     """
     template = _checked_template(dtype)
     if template is None:
         return None
     contiguous = _contiguous_stride(shape)
-    dense = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    if not torch._prims_common.is_non_overlapping_and_dense_or_false(dense):
-        stride = contiguous
-    envelope = _make_envelope(template, shape, stride, dtype.itemsize * math.prod(shape))
-    return Layout(envelope, None if stride == contiguous else stride)
+    written, order = contiguous, None
+    if 0 not in shape:
+        tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        if torch._prims_common.is_non_overlapping_and_dense_or_false(tensor):
+            written = stride
+        else:
+            written = torch.empty_like(tensor).stride()
+            if written != contiguous:
+                order = tuple(sorted(range(len(shape)), key=lambda d: (-written[d], d)))
+    envelope = _make_envelope(template, shape, written, dtype.itemsize * math.prod(shape))
+    return Layout(envelope, None if written == contiguous else written, order)
 
 
 def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -14,11 +14,12 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["HEAD_BYTES", "TAIL_BYTES", "Locator", "Payload"]
+__all__ = ["HEAD_BYTES", "TAIL_BYTES", "Locator", "Payload", "has_its_checksums", "is_dense"]
 
 # What has to be read of an item, from its first and before its last byte; with any torch so far,
 # half of it holds what is needed.
@@ -42,6 +43,25 @@ class Payload(NamedTuple):
     """In elements."""
     crc32: int | None
     """CRC-32 of the bytes, where it is known."""
+
+
+def has_its_checksums(item: io.BytesIO) -> bool | None:
+    """Whether the records of a whole item have the checksums that its archive tells; None where it
+    is no archive, or was written without (``torch.serialization.set_crc32_options``).
+
+    ``torch.load`` does not look at them.
+    """
+    if item.getbuffer()[:4] != b"PK\3\4":
+        return None
+    try:
+        with zipfile.ZipFile(item) as archive:
+            if not any(info.CRC for info in archive.infolist()):
+                return None
+            return archive.testzip() is None
+    except Exception:  # as in `Locator.locate`
+        return False
+    finally:
+        item.seek(0)
 
 
 class _Shape(NamedTuple):
@@ -72,9 +92,8 @@ class Locator:
         if shape is None or not head.startswith(shape.prefix):
             try:
                 shape = _parse(head, tail, length)
-            except (ValueError, KeyError, EOFError, struct.error, zipfile.BadZipFile):
-                return None
-            except pickle.UnpicklingError:
+            # An archive that is damaged, or none, can fail in any way that zipfile and pickle can.
+            except Exception:
                 return None
             self._known[key] = shape
         if shape.crc_at is None:
@@ -130,12 +149,14 @@ def _parse(head: bytes, tail: bytes, length: int) -> _Shape:
     if not isinstance(tensor, _Tensor):
         raise ValueError("not a tensor")
     dtype, count = tensor.storage
+    if data[0].header_offset < 0:  # zipfile allows for bytes before the archive, and for none too
+        raise ValueError("the tensor's record is before the item's first byte")
     magic, name_length, extra_length = _LOCAL.unpack_from(head, data[0].header_offset)
     offset = data[0].header_offset + _LOCAL.size + name_length + extra_length
     size = data[0].file_size
     if magic != b"PK\3\4" or offset > len(head) or offset + size > length:
         raise ValueError("the tensor's record is not where the directory says")
-    if tensor.offset != 0 or count * dtype.itemsize != size or not _is_dense(tensor, count):
+    if tensor.offset != 0 or count * dtype.itemsize != size or not _is_whole(tensor, count):
         raise ValueError("a view of a larger storage")
     payload = Payload(offset, size, dtype, tensor.shape, tensor.stride, data[0].CRC)
     crc_at = offset + size + 4 - (length - len(tail))
@@ -156,16 +177,19 @@ class _Tensor(NamedTuple):
     stride: tuple[int, ...]
 
 
-def _is_dense(tensor: _Tensor, count: int) -> bool:
+def _is_whole(tensor: _Tensor, count: int) -> bool:
     """Whether the elements cover the storage, each once."""
-    if math.prod(tensor.shape) != count:
-        return False
+    return math.prod(tensor.shape) == count and is_dense(tensor.shape, tensor.stride)
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements with these strides lie one after another, in whatever order."""
     expected = 1
-    for stride, size in sorted(zip(tensor.stride, tensor.shape, strict=True)):
+    for step, size in sorted(zip(stride, shape, strict=True)):
         if size == 1:
             continue
-        if stride != expected:
-            return count == 0
+        if step != expected:
+            return 0 in shape
         expected *= size
     return True
 

@@ -1,0 +1,64 @@
+# `make demo` and `make test` set up all they need in .venv; so does every other target.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TORCH_CUDA ?= torch==2.11.0
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
+
+.PHONY: demo test check format format-check lint types native cuda clean help
+
+help:
+	@echo "make demo    train, kill, resume: what pyckpt is for"
+	@echo "make test    the Python tests"
+	@echo "make check   format, lint, types, tests, native tests under sanitizers, the CUDA build"
+	@echo "make native  the native tests, plain and under the sanitizers"
+	@echo "make cuda    compile and link with CUDA, in an environment of its own"
+	@echo "make format  format the code"
+
+# The environment. Torch first and alone, so that its version is ours to choose.
+$(BIN)/.ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet "setuptools>=77" wheel ninja
+	touch $@
+
+# The package, editable, and what developing it takes.
+$(BIN)/.built: $(BIN)/.ready setup.py $(SOURCES)
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[dev,examples]"
+	touch $@
+
+demo: $(BIN)/.built
+	$(BIN)/python examples/demo.py
+
+test: $(BIN)/.built
+	$(BIN)/python -m pytest
+
+check: format-check lint types native test cuda
+
+format: $(BIN)/.built
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	clang-format -i csrc/*.cpp csrc/*.h tests/native/*.cpp tests/native/*.h
+
+format-check: $(BIN)/.built
+	$(BIN)/ruff format --check .
+	clang-format --dry-run --Werror csrc/*.cpp csrc/*.h tests/native/*.cpp tests/native/*.h
+
+lint: $(BIN)/.built
+	$(BIN)/ruff check .
+
+types: $(BIN)/.built
+	$(BIN)/mypy
+
+native:
+	$(MAKE) -C tests/native all-variants
+
+# Compiled and linked against a torch that has CUDA; running it takes a GPU.
+cuda:
+	PYTHON="$(PYTHON)" TORCH_CUDA="$(TORCH_CUDA)" bash scripts/build_cuda.sh
+
+clean:
+	rm -rf build dist *.egg-info pyckpt/_C*.so pyckpt/_build.py $(VENV) $(VENV)-cuda
