@@ -111,6 +111,11 @@ void WriteJob::abandon() noexcept {
     ready_.clear();
   }
   remove_file(file_.path());
+  try {
+    file_.close();  // whoever keeps the job must not keep the disk space
+  } catch (const IoError&) {
+    // The file is gone, and the job has failed for another reason.
+  }
   end_clock();
 }
 

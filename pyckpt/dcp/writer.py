@@ -159,7 +159,8 @@ class DirectWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()
-        future.set_result(self._write(plan, planner))
+        # A rank that has nothing to write makes no file.
+        future.set_result(self._write(plan, planner) if plan.items else [])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -182,7 +183,8 @@ class DirectWriter(StorageWriter):
                 errno.ENOENT, "removed before its save was committed", str(self._data_file)
             )
         commit.commit_metadata(self.path, self._metadata_name(), data, sync=self.sync_files)
-        unfinished = {path.name for path in tuple(_unfinished) if path.parent == self.path}
+        others = tuple(_unfinished)
+        unfinished = {path.name for path in others if path.parent == self.path}
         commit.remove_unnamed(
             self.path, named | unfinished, rank=None if self._use_collectives else self._rank
         )

@@ -14,6 +14,8 @@ import logging
 import os
 import re
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pyckpt.errors import PyckptError
@@ -51,6 +53,17 @@ def metadata_name(rank: int | None = None) -> str:
     return ".metadata" if rank is None else f"__{rank}.metadata"
 
 
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Give the errors of calls that take a descriptor the path that they lack."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable.
 
@@ -59,7 +72,8 @@ def sync_directory(path: Path) -> None:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        with _naming(path):
+            os.fsync(descriptor)
     except OSError as error:
         # Some network file systems cannot sync a directory; there is nothing more to do on them.
         if error.errno != errno.EINVAL:
@@ -94,7 +108,7 @@ def commit_metadata(directory: Path, name: str, data: bytes, *, sync: bool) -> N
     path = directory / name
     temporary = directory / f"{name}.tmp"
     try:
-        with temporary.open("wb") as file:
+        with _naming(temporary), temporary.open("wb") as file:
             file.write(data)
             file.flush()
             if sync:

@@ -1,0 +1,55 @@
+"""Fixtures that the tests share."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from _filesystems import KINDS, Mounts, missing
+
+
+def require(what: str, *, available: bool) -> None:
+    """Skip the test where this machine lacks something, or fail it where none may be skipped."""
+    if available:
+        return
+    if os.environ.get("PYCKPT_REQUIRE_ALL") == "1":
+        pytest.fail(f"needs {what}, which PYCKPT_REQUIRE_ALL=1 says is here", pytrace=False)
+    pytest.skip(f"needs {what}")
+
+
+@pytest.fixture(scope="session")
+def _mounts() -> Iterator[Mounts]:
+    mounts = Mounts()
+    yield mounts
+    mounts.close()
+
+
+@pytest.fixture(params=[pytest.param(kind, marks=pytest.mark.root) for kind in KINDS])
+def filesystem(request: pytest.FixtureRequest, _mounts: Mounts) -> Iterator[Path]:
+    """The root of an empty file system; of one kind after the other, or of the one that the test
+    asks for by indirect parametrisation."""
+    what = missing(request.param)
+    require(what, available=not what)
+    root = _mounts.root(request.param)
+    _empty(root)
+    yield root
+    _empty(root)
+
+
+def _empty(root: Path) -> None:
+    for path in root.iterdir():
+        if path.name == "lost+found":
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+@pytest.fixture
+def strace() -> None:
+    """For tests that let the kernel fail."""
+    require("strace", available=shutil.which("strace") is not None)

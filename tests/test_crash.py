@@ -1,0 +1,119 @@
+"""Killed at any instant, a directory holds the previous checkpoint or the new one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from _crash_child import CALLS, is_in, run_traced, traced
+from _ranks import TIMEOUT_S, Child, Pipe
+
+import pyckpt
+
+A, B, C = 1, 2, 3
+
+
+def state(value: int, mib: int = 1) -> dict[str, Any]:
+    """Large tensors, a small one and an object; all tell which save they are of."""
+    large = {f"large/{i}": torch.full((mib << 16,), float(value)) for i in range(4)}
+    return {**large, "small": torch.full((), value), "object": {"value": value}}
+
+
+def loaded_value(directory: Path, mib: int = 1) -> int:
+    """Of which save the checkpoint is that stock finds; all of it."""
+    target = state(0, mib)
+    dcp.load(target, storage_reader=dcp.FileSystemReader(directory))
+    value = target["object"]["value"]
+    for key, tensor in target.items():
+        if key != "object":
+            assert torch.equal(tensor, torch.full_like(tensor, value)), key
+    return value
+
+
+def save(value: int, directory: Path, engine: pyckpt.Engine | None = None) -> None:
+    dcp.save(state(value), storage_writer=pyckpt.DirectWriter(directory, engine=engine))
+
+
+def assert_clean(directory: Path) -> None:
+    """Nothing but one checkpoint of one rank is there."""
+    names = sorted(os.listdir(directory))
+    assert len(names) == 2, names
+    assert names[0] == ".metadata"
+    assert re.fullmatch(r"__0_[0-9a-f]+\.distcp", names[1]), names
+
+
+def _overwrite(pipe: Pipe, directory: Path, first: bool) -> None:
+    # One thread and small slots: the calls come in one order, and the file takes several writes.
+    with pyckpt.Engine(io_threads=1, slot_bytes=256 << 10) as engine:
+        save(A, directory / "other" if first else directory, engine)
+        with traced(pipe):
+            save(B, directory / "first" if first else directory, engine)
+
+
+@pytest.mark.usefixtures("strace")
+@pytest.mark.parametrize("first", [False, True], ids=["over-another", "first-save"])
+def test_killed_before_each_system_call(first: bool, tmp_path: Path) -> None:
+    plan = run_traced(_overwrite, tmp_path / "plan", first)
+    calls = [call for call in plan.calls if is_in(call, tmp_path / "plan") and call.name != "fcntl"]
+    (commit,) = [i for i, call in enumerate(calls) if call.name == "rename"]
+    names = [call.name for call in calls]
+    assert set(names) >= set(CALLS) - {"fcntl", "unlink" if first else "mkdir"}
+    assert names.count("pwrite64") >= 4
+    # The file, its name, the metadata, its name; and before them that of a new directory.
+    assert names.count("fsync") == 4 + first
+
+    for i, call in enumerate(calls):
+        directory = tmp_path / f"{i}-{call.name}"
+        killed = run_traced(
+            _overwrite, directory, first, inject=f"{call.name}:signal=KILL:when={call.nth}"
+        )
+        assert killed.killed, call
+        assert max(done.nth for done in killed.calls if done.name == call.name) == call.nth, call
+        if first:
+            directory /= "first"
+        # The call that the kill came with was not made.
+        if i > commit:
+            assert loaded_value(directory) == B, call
+        elif first:
+            assert not (directory / ".metadata").exists(), call
+        else:
+            assert loaded_value(directory) == A, call
+        save(C, directory)
+        assert loaded_value(directory) == C, call
+        assert_clean(directory)
+
+
+def _save_for_ever(pipe: Pipe, directory: Path, mib: int) -> None:
+    for value in itertools.count(1):
+        dcp.save(state(value, mib), storage_writer=pyckpt.DirectWriter(directory))
+        pipe.send(value)
+
+
+@pytest.mark.parametrize("mib", [1, 2, 4, 8, 16])
+def test_killed_while_it_writes(mib: int, tmp_path: Path) -> None:
+    child = Child(_save_for_ever, tmp_path, mib)
+    committed = child.receive()
+    before = set(os.listdir(tmp_path))
+    deadline = time.monotonic() + TIMEOUT_S
+    while not set(os.listdir(tmp_path)) - before:
+        assert time.monotonic() < deadline
+    child.process.kill()
+    assert child.join() == -signal.SIGKILL
+    try:
+        while True:
+            committed = child.receive()
+    except EOFError:
+        pass
+    # It may have been killed between the commit and the telling.
+    assert loaded_value(tmp_path, mib) in (committed, committed + 1)
+    save(C, tmp_path)
+    assert loaded_value(tmp_path) == C
+    assert_clean(tmp_path)
