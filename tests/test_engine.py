@@ -1,0 +1,214 @@
+"""The engine: its settings, its life, and what it promises to other threads."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import pyckpt
+from pyckpt import _C
+from pyckpt.engine import default_engine
+
+
+@pytest.fixture
+def own_default() -> Iterator[None]:
+    """Leave the process with a default engine of default settings."""
+    yield
+    pyckpt.configure()
+
+
+def save(path: Path, engine: pyckpt.Engine | None = None) -> None:
+    dcp.save({"a": torch.ones(1000)}, storage_writer=pyckpt.DirectWriter(path, engine=engine))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"slot_bytes": 0}, "multiple of 4096"),
+        ({"slot_bytes": 5000}, "multiple of 4096"),
+        ({"io_threads": 0}, "must be positive"),
+        ({"max_pinned_bytes": 4096, "slot_bytes": 8192}, "must hold a slot"),
+    ],
+)
+def test_bad_settings(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pyckpt.Engine(**settings)
+    before = default_engine()
+    with pytest.raises(ValueError, match=message):
+        pyckpt.configure(**settings)
+    assert default_engine() is before
+
+
+def test_configure_replaces_the_default(own_default: None, tmp_path: Path) -> None:
+    before = default_engine()
+    engine = pyckpt.configure(slot_bytes=4096, max_pinned_bytes=8192, io_threads=1)
+    assert default_engine() is engine
+    assert before.closed
+    save(tmp_path)
+    with pytest.raises(CheckpointException) as info:
+        save(tmp_path, before)
+    assert isinstance(info.value.failures[0][0], pyckpt.errors.EngineClosed)
+
+
+def test_a_closed_default_is_replaced(own_default: None, tmp_path: Path) -> None:
+    default_engine().close()
+    save(tmp_path)
+    assert not default_engine().closed
+
+
+def test_close_is_idempotent_and_a_context() -> None:
+    with pyckpt.Engine(slot_bytes=4096, max_pinned_bytes=4096, io_threads=1) as engine:
+        assert not engine.closed
+    assert engine.closed
+    engine.close()
+
+
+def test_pickles_as_its_settings() -> None:
+    with pyckpt.Engine(slot_bytes=8192, max_pinned_bytes=16384, io_threads=2) as engine:
+        copy = pickle.loads(pickle.dumps(engine))
+        try:
+            assert copy == engine
+            assert copy.native is not engine.native
+        finally:
+            copy.close()
+
+
+def test_closing_fails_the_job_that_runs(tmp_path: Path) -> None:
+    engine = pyckpt.Engine(slot_bytes=4096, max_pinned_bytes=4096, io_threads=1)
+    job = engine.native.write(str(tmp_path / "file"))
+    job.add_bytes(bytes(100))
+    engine.close()
+    with pytest.raises(pyckpt.errors.EngineClosed, match="while a job ran"):
+        job.finish()
+    job.abandon()
+    assert not (tmp_path / "file").exists()
+
+
+def test_a_job_that_is_dropped_removes_its_file(tmp_path: Path) -> None:
+    with pyckpt.Engine(slot_bytes=4096, max_pinned_bytes=8192, io_threads=2) as engine:
+        job = engine.native.write(str(tmp_path / "file"))
+        job.add_bytes(bytes(100_000))
+        assert (tmp_path / "file").exists()
+        del job
+        assert not (tmp_path / "file").exists()
+
+
+def test_an_error_is_raised_from_every_later_call(tmp_path: Path) -> None:
+    with pyckpt.Engine(slot_bytes=4096, max_pinned_bytes=8192, io_threads=2) as engine:
+        job = engine.native.write(str(tmp_path / "file"))
+        job.abandon()
+        for call in (job.finish, job.finish, lambda: job.add_bytes(b"more")):
+            with pytest.raises(RuntimeError, match="abandoned"):
+                call()
+
+
+def test_fork(tmp_path: Path) -> None:
+    """A child gets a default engine of its own, cannot use its parent's, and exits cleanly."""
+    script = f"""
+import os, sys, torch, torch.distributed.checkpoint as dcp, pyckpt, warnings
+warnings.simplefilter("ignore")
+engine = pyckpt.Engine(slot_bytes=4096, max_pinned_bytes=8192, io_threads=2)
+state = {{"a": torch.arange(10.0)}}
+dcp.save(state, storage_writer=pyckpt.DirectWriter({str(tmp_path / "parent")!r}))
+pid = os.fork()
+if pid == 0:
+    dcp.save(state, storage_writer=pyckpt.DirectWriter({str(tmp_path / "child")!r}))
+    try:
+        engine.native.write({str(tmp_path / "file")!r})
+    except pyckpt.errors.EngineClosed as error:
+        print(error, flush=True)
+    sys.exit(7)
+print("child", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+dcp.save(state, storage_writer=pyckpt.DirectWriter({str(tmp_path / "parent")!r}))
+"""
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert "made in another process" in result.stdout
+    assert "child 7" in result.stdout
+    for name in ("parent", "child"):
+        loaded = {"a": torch.zeros(10)}
+        dcp.load(loaded, checkpoint_id=tmp_path / name)
+        assert torch.equal(loaded["a"], torch.arange(10.0))
+
+
+def test_waiting_holds_no_gil(tmp_path: Path) -> None:
+    """A feeder that waits for room, and one that waits for the end, let other threads run."""
+    state = {f"{i}": torch.zeros(1 << 18) for i in range(64)}
+    with pyckpt.Engine(slot_bytes=4096, max_pinned_bytes=4096, io_threads=1) as engine:
+        thread = threading.Thread(target=save_state, args=(state, tmp_path, engine))
+        # With a switch interval this long, another thread runs only when one gives the GIL up.
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1000)
+        try:
+            thread.start()
+            turns = 0
+            while thread.is_alive():
+                turns += 1
+                os.sched_yield()  # gives the GIL up, and waits to have it back
+        finally:
+            sys.setswitchinterval(before)
+        thread.join()
+    # 64 MiB in writes of 4 KiB: had the job kept the GIL, this loop had come round but a few times.
+    assert turns > 64
+
+
+def save_state(state: dict[str, torch.Tensor], path: Path, engine: pyckpt.Engine) -> None:
+    dcp.save(state, storage_writer=pyckpt.DirectWriter(path, engine=engine))
+
+
+def test_threads_are_named_and_ignore_signals() -> None:
+    with pyckpt.Engine(slot_bytes=4096, max_pinned_bytes=8192, io_threads=3):
+        tasks = Path("/proc/self/task")
+        names = {task: (task / "comm").read_text().strip() for task in tasks.iterdir()}
+        ours = [task for task, name in names.items() if name.startswith("pyckpt-io-")]
+        assert len(ours) >= 3
+        for task in ours:
+            fields = dict(
+                line.split(":\t")
+                for line in (task / "status").read_text().splitlines()
+                if ":\t" in line
+            )
+            assert int(fields["SigBlk"], 16) >> (signal.SIGTERM - 1) & 1
+
+
+def test_crc32() -> None:
+    data = os.urandom(100_003)
+    assert _C.crc32(data) == zlib.crc32(data)
+    assert _C.crc32(memoryview(data)[7:], 5) == zlib.crc32(data[7:], 5)
+    shifted = _C.crc32_shift(_C.crc32(data[:1000]), len(data) - 1000)
+    assert shifted ^ _C.crc32(data[1000:]) == zlib.crc32(data)
+    with pytest.raises(BufferError):
+        _C.crc32(memoryview(data)[::2])
+    with pytest.raises(TypeError):
+        _C.crc32("text")  # type: ignore[arg-type]
+
+
+def test_exceptions_cross_the_boundary(tmp_path: Path) -> None:
+    native = default_engine().native
+    with pytest.raises(FileNotFoundError) as missing:
+        native.write(str(tmp_path / "no" / "file"))
+    assert missing.value.filename == str(tmp_path / "no" / "file")
+    (tmp_path / "there").touch()
+    with pytest.raises(FileExistsError):
+        native.write(str(tmp_path / "there"))
+    job = native.read()
+    job.add_buffer(job.add_file(str(tmp_path)), 0, bytearray(1))
+    with pytest.raises(IsADirectoryError) as directory:
+        job.run()
+    assert directory.value.filename == str(tmp_path)
+    with pytest.raises(ValueError, match="direct must be"):
+        native.write(str(tmp_path / "file"), direct="perhaps")  # type: ignore[arg-type]

@@ -1,0 +1,119 @@
+"""The package as users meet it: names, the stub, and import errors that say what to do."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import pyckpt
+from pyckpt import _C, _build, _extension, errors
+
+ROOT = Path(pyckpt.__file__).parent
+
+
+def test_public_names() -> None:
+    public = {
+        name
+        for name, value in vars(pyckpt).items()
+        if not name.startswith("_")
+        and getattr(value, "__module__", "").startswith("pyckpt.")
+        and name != "check_extension"
+    }
+    assert public | {"errors"} == set(pyckpt.__all__)
+    assert sorted(pyckpt.__all__) == pyckpt.__all__
+    for name in pyckpt.__all__:
+        assert getattr(pyckpt, name).__doc__
+
+
+def test_changelog_has_the_version() -> None:
+    version = importlib.metadata.version("pyckpt")
+    changelog = (ROOT.parent / "CHANGELOG.md").read_text()
+    heading = "Unreleased" if ".dev" in version else version
+    assert re.search(rf"^## \[?{re.escape(heading)}", changelog, re.MULTILINE)
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    arguments = function.args
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    return [name for name in names + [a.arg for a in arguments.kwonlyargs] if name != "self"]
+
+
+def documented_parameters(function: object) -> list[str]:
+    """Of a native function, from the signature that pybind11 puts first into its documentation."""
+    signature = (function.__doc__ or "").strip().splitlines()[0]
+    inside = signature[signature.index("(") + 1 : signature.rindex(") ->")]
+    # Commas inside brackets and defaults do not count.
+    inside = re.sub(r"\[[^\]]*\]", "", re.sub(r"\[[^\[\]]*\]", "", inside))
+    names = [part.split(":")[0].split("=")[0].strip() for part in inside.split(",")]
+    return [name for name in names if name not in ("self", "*", "")]
+
+
+def test_stub_matches_the_module() -> None:
+    stub = ast.parse((ROOT / "_C.pyi").read_text())
+    names = set()
+    for node in stub.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+        elif isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+            assert parameters(node) == documented_parameters(getattr(_C, node.name)), node.name
+        elif isinstance(node, ast.ClassDef):
+            names.add(node.name)
+            check_class(node, getattr(_C, node.name))
+    assert names == {name for name in vars(_C) if not name.startswith("__")}
+
+
+def check_class(node: ast.ClassDef, cls: type) -> None:
+    members = set()
+    for member in node.body:
+        if isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
+            members.add(member.target.id)
+        elif isinstance(member, ast.FunctionDef):
+            members.add(member.name)
+            if not member.decorator_list:
+                found = documented_parameters(getattr(cls, member.name))
+                assert parameters(member) == found, f"{node.name}.{member.name}"
+    members.discard("__init__")
+    assert members == {name for name in vars(cls) if not name.startswith("_")}, node.name
+
+
+def test_errors_are_one_family_and_cross_processes() -> None:
+    for name in errors.__all__:
+        cls = getattr(errors, name)
+        assert issubclass(cls, errors.PyckptError)
+        assert name in (errors.__doc__ or "")
+        copy = pickle.loads(pickle.dumps(cls("what happened")))
+        assert type(copy) is cls
+        assert str(copy) == "what happened"
+
+
+def test_built_against_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_build, "torch_version", "2.9.1+cpu")
+    with pytest.raises(ImportError) as info:
+        _extension.check_extension()
+    message = str(info.value)
+    assert "2.9.1+cpu" in message
+    assert torch.__version__ in message
+    assert "pip install" in message
+
+
+def test_built_with_cuda_that_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_build, "cuda_version", "11.1")
+    with pytest.raises(ImportError, match=r"CUDA 11\.1.*pip install"):
+        _extension.check_extension()
+
+
+def test_a_patch_release_of_torch_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = ".".join(torch.__version__.split("+")[0].split(".")[:2])
+    monkeypatch.setattr(_build, "torch_version", f"{release}.99+cu999")
+    _extension.check_extension()
+
+
+def test_nothing_names_absolute_paths_of_a_machine() -> None:
+    assert not re.search(r"/(home|root|work)/", (ROOT / "_C.pyi").read_text())
