@@ -165,6 +165,7 @@ void File::write(const void* data, size_t size, uint64_t offset) {
     size_t advance = static_cast<size_t>(written);
     // A short direct write may end off the grid; its last, partial block is written again.
     if (was_direct && advance < size) advance -= advance % offset_alignment_;
+    if (advance == 0) stop_direct(EIO, "pwrite");  // not one block at a time: no use to insist
     from += advance;
     offset += advance;
     size -= advance;

@@ -200,6 +200,7 @@ def test_memory_layouts(tmp_path: Path, direct: str) -> None:
     assert [key for key, stride in strides.items() if stride] == ["transposed", "channels_last"]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_what_is_more_than_memory(tmp_path: Path) -> None:
     """Sparse, conjugated and subclassed tensors, and objects, are written as torch.save does."""
 
@@ -241,9 +242,9 @@ def test_what_is_more_than_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_quantized(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="deprecated"):
-        tensor = torch.quantize_per_tensor(torch.rand(5), 0.1, 3, torch.qint8)
+    tensor = torch.quantize_per_tensor(torch.rand(5), 0.1, 3, torch.qint8)
     save({"q": tensor}, tmp_path)
     stored = torch.load(io.BytesIO(read_items(tmp_path)["q"][1]), weights_only=True)
     assert torch.equal(stored.int_repr(), tensor.int_repr())

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
+from pyckpt.collector import collector_paused
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.planner import Create, LoadPlanner
 from pyckpt.dcp.report import LoadReport, some
@@ -88,13 +89,14 @@ def load(
     failure: CheckpointException | None = None
     try:
         # Not dcp.load: it warns, at each call, that it does not use torch.distributed.
-        _load_state_dict(
-            states,
-            storage_reader=_HonestReader(reader),  # type: ignore[arg-type]
-            process_group=process_group,
-            no_dist=alone,
-            planner=planner,
-        )
+        with collector_paused():
+            _load_state_dict(
+                states,
+                storage_reader=_HonestReader(reader),  # type: ignore[arg-type]
+                process_group=process_group,
+                no_dist=alone,
+                planner=planner,
+            )
     except CheckpointException as error:
         failure = error
     if failure is not None:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from pyckpt import _C
+from pyckpt.dcp import objects
 from pyckpt.engine import Engine, default_engine
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format import commit
@@ -437,7 +438,7 @@ class _Load:
             # Another writer's. Not for objects: there may be thousands, and each takes a while.
             sound = None
             if item.type == LoadItemType.TENSOR:
-                sound = has_its_checksums(io.BytesIO(data))
+                sound = has_its_checksums(data)
             if sound is None:
                 self.unverified.add(key)
             elif not sound:
@@ -450,7 +451,12 @@ class _Load:
 
     def load_opaque(self, item: ReadItem, data: io.BytesIO) -> None:
         """Load a tensor that is more than its memory, as stock does."""
-        tensor = torch.load(data, map_location="cpu", weights_only=True)
+        key = item.storage_index.fqn
+        try:
+            tensor = objects.load(data, key, device=torch.device("cpu"))
+        except CorruptCheckpoint as error:
+            info = self.metadata.storage_data[item.storage_index]
+            raise _damaged(item, info, self.reader.path, "not a readable tensor") from error
         tensor = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
         target = self.planner.resolve_tensor(item)
         _check_size(item, target)

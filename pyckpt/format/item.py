@@ -45,23 +45,21 @@ class Payload(NamedTuple):
     """CRC-32 of the bytes, where it is known."""
 
 
-def has_its_checksums(item: io.BytesIO) -> bool | None:
+def has_its_checksums(item: bytes | bytearray) -> bool | None:
     """Whether the records of a whole item have the checksums that its archive tells; None where it
     is no archive, or was written without (``torch.serialization.set_crc32_options``).
 
     ``torch.load`` does not look at them.
     """
-    if item.getbuffer()[:4] != b"PK\3\4":
+    if item[:4] != b"PK\3\4":
         return None
     try:
-        with zipfile.ZipFile(item) as archive:
+        with zipfile.ZipFile(io.BytesIO(item)) as archive:
             if not any(info.CRC for info in archive.infolist()):
                 return None
             return archive.testzip() is None
     except Exception:  # as in `Locator.locate`
         return False
-    finally:
-        item.seek(0)
 
 
 class _Shape(NamedTuple):

@@ -18,15 +18,12 @@ what it names: a file must neither call code nor alter a class of the process th
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import pickle
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
@@ -42,6 +39,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from pyckpt.collector import collector_paused
 from pyckpt.errors import CorruptCheckpoint, UnsafeCheckpoint
 
 __all__ = ["MAGIC", "data_files", "decode", "encode", "read", "storage_info"]
@@ -87,7 +85,8 @@ def storage_info(
 
 def encode(metadata: Metadata) -> bytes:
     """Return the bytes of a ``.metadata`` file: stock's pickle and the trailer."""
-    body = pickle.dumps(metadata)
+    with collector_paused():
+        body = pickle.dumps(metadata)
     return body + _TRAILER.pack(MAGIC, len(body), zlib.crc32(body))
 
 
@@ -249,7 +248,7 @@ def decode(data: bytes, *, path: str | os.PathLike[str]) -> Metadata:
     unpickler = _Unpickler(stream)
     unpickler.path = where
     try:
-        with _no_gc():
+        with collector_paused():
             metadata = unpickler.load()
         _check_types(metadata)
     except UnsafeCheckpoint:
@@ -269,18 +268,6 @@ def decode(data: bytes, *, path: str | os.PathLike[str]) -> Metadata:
         )
     assert isinstance(metadata, Metadata)
     return metadata
-
-
-@contextmanager
-def _no_gc() -> Iterator[None]:
-    """Hold the cyclic collector off: with many new objects and no garbage it triples the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _check_trailer(data: bytes, path: str) -> int:
