@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from pyckpt import _C
+from pyckpt.collector import collector_paused
 from pyckpt.engine import Engine, default_engine
 from pyckpt.format import commit
 from pyckpt.format.envelope import envelope_of
@@ -182,11 +183,15 @@ class DirectWriter(StorageWriter):
             raise FileNotFoundError(
                 errno.ENOENT, "removed before its save was committed", str(self._data_file)
             )
-        commit.commit_metadata(self.path, self._metadata_name(), data, sync=self.sync_files)
+        name = self._metadata_name()
+        commit.commit_metadata(self.path, name, data, sync=self.sync_files)
         others = tuple(_unfinished)
         unfinished = {path.name for path in others if path.parent == self.path}
         commit.remove_unnamed(
-            self.path, named | unfinished, rank=None if self._use_collectives else self._rank
+            self.path,
+            named | unfinished,
+            committed=name,
+            rank=None if self._use_collectives else self._rank,
         )
 
     def _forget_data_file(self) -> None:
@@ -218,10 +223,11 @@ class DirectWriter(StorageWriter):
             self._forget_data_file()
             raise
         self._tell_fallback(job)
-        return [
-            WriteResult(item.index, place[1], _info(name, raw, place))
-            for item, raw, place in zip(plan.items, added, places, strict=True)
-        ]
+        with collector_paused():
+            return [
+                WriteResult(item.index, place[1], _info(name, raw, place))
+                for item, raw, place in zip(plan.items, added, places, strict=True)
+            ]
 
     def _tell_fallback(self, job: _C.WriteJob) -> None:
         reason = job.statistics().fallback_reason

@@ -121,21 +121,26 @@ def commit_metadata(directory: Path, name: str, data: bytes, *, sync: bool) -> N
         sync_directory(directory)
 
 
-def remove_unnamed(directory: Path, named: set[str], *, rank: int | None = None) -> None:
-    """Remove the data files, of one rank or of all, that are not in ``named`` and that no metadata
-    in the directory names.
+def remove_unnamed(
+    directory: Path, named: set[str], *, committed: str, rank: int | None = None
+) -> None:
+    """Remove the data files, of one rank or of all, that no metadata in the directory names.
 
-    Call it right after a commit. A file that cannot be removed is logged and stays: it takes room,
-    but it cannot be mistaken for a part of the checkpoint.
+    Call it right after a commit: ``committed`` is the metadata's name, and ``named`` what that
+    metadata names. A file that cannot be removed is logged and stays: it takes room, but it cannot
+    be mistaken for a part of the checkpoint.
     """
     try:
-        names = {name for name in os.listdir(directory) if _is_data_file(name, rank)} - named
-        if names:
-            names -= _named_by_metadata(directory)
+        names = os.listdir(directory)
+        unnamed = {name for name in names if _is_data_file(name, rank)} - named
+        others = {name for name in names if _METADATA_FILE.fullmatch(name)} - {committed}
+        if unnamed:
+            for name in others:
+                unnamed -= metadata_format.data_files(metadata_format.read(directory / name)).keys()
     except (OSError, PyckptError) as error:
         _logger.warning("%s: files of earlier saves were not looked for: %s", directory, error)
         return
-    for name in names:
+    for name in unnamed:
         try:
             os.unlink(directory / name)
         except FileNotFoundError:
@@ -147,10 +152,3 @@ def remove_unnamed(directory: Path, named: set[str], *, rank: int | None = None)
 def _is_data_file(name: str, rank: int | None) -> bool:
     match = _DATA_FILE.fullmatch(name)
     return match is not None and rank in (None, int(match["rank"]))
-
-
-def _named_by_metadata(directory: Path) -> set[str]:
-    named: set[str] = set()
-    for name in filter(_METADATA_FILE.fullmatch, os.listdir(directory)):
-        named.update(metadata_format.data_files(metadata_format.read(directory / name)))
-    return named
