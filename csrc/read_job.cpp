@@ -47,7 +47,8 @@ size_t ReadJob::add(size_t file, uint64_t offset, uint64_t size, Destination des
 void ReadJob::run(const std::shared_ptr<ReadJob>& job) {
   job->rethrow_if_failed();
   job->cut();
-  for (size_t i = 0; i < job->threads_->count(); ++i) {
+  // A task a window, so that they take turns with those of other jobs.
+  for (size_t i = 0; i < job->windows_.size(); ++i) {
     job->threads_->submit([job] { job->work(); });
   }
   {
@@ -86,17 +87,29 @@ ReadStatistics ReadJob::statistics() const {
   return statistics;
 }
 
-// Turns ranges into windows: what can be read in place for itself, the rest sorted, and merged
-// where near.
+// Turns ranges into windows: what can be read in place for itself, the rest in the order of the
+// file, and merged where near.
 void ReadJob::cut() {
-  std::vector<Piece> pieces;
+  std::vector<Range*> ranges;
   for (Range& range : ranges_) {
-    if (range.size > 0 && !cut_in_place(&range, &pieces)) pieces.push_back({&range, 0, range.size});
+    if (range.size > 0) ranges.push_back(&range);
+  }
+  std::sort(ranges.begin(), ranges.end(), [](const Range* a, const Range* b) {
+    return std::pair(a->file, a->offset) < std::pair(b->file, b->offset);
+  });
+  std::vector<Piece> pieces;
+  uint64_t read_to = 0;  // of the file that the loop is at
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    Range* range = ranges[i];
+    if (i > 0 && ranges[i - 1]->file != range->file) read_to = 0;
+    const uint64_t end = range->offset + range->size;
+    const bool last = i + 1 == ranges.size() || ranges[i + 1]->file != range->file;
+    // Bytes that two destinations want are read once, into a slot.
+    const bool shared = range->offset < read_to || (!last && ranges[i + 1]->offset < end);
+    if (shared || !cut_in_place(range, &pieces)) pieces.push_back({range, 0, range->size});
+    read_to = std::max(read_to, end);
   }
   const auto offset = [](const Piece& piece) { return piece.range->offset + piece.begin; };
-  std::sort(pieces.begin(), pieces.end(), [&](const Piece& a, const Piece& b) {
-    return std::pair(a.range->file, offset(a)) < std::pair(b.range->file, offset(b));
-  });
   std::vector<Piece> span;
   uint64_t span_end = 0;
   for (const Piece& piece : pieces) {
@@ -157,21 +170,21 @@ void ReadJob::cut_span(const std::vector<Piece>& pieces, uint64_t end) {
   }
 }
 
+// Reads one window.
 void ReadJob::work() noexcept {
   std::unique_lock lock(mutex_);
-  while (!error_ && next_ < windows_.size()) {
-    const Window& window = windows_[next_++];
-    ++active_;
-    lock.unlock();
-    try {
-      read_window(window);
-    } catch (...) {
-      fail(std::current_exception());
-    }
-    lock.lock();
-    --active_;
-    changed_.notify_all();
+  if (error_) return;
+  const Window& window = windows_[next_++];
+  ++active_;
+  lock.unlock();
+  try {
+    read_window(window);
+  } catch (...) {
+    fail(std::current_exception());
   }
+  lock.lock();
+  --active_;
+  changed_.notify_all();
 }
 
 void ReadJob::read_window(const Window& window) {

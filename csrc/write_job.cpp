@@ -32,16 +32,18 @@ void copy_bytes(std::byte* to, const std::string& from, const Piece& piece) {
 
 std::shared_ptr<WriteJob> WriteJob::start(SlotRing* ring, IoThreads* threads,
                                           const std::string& path, const WriteOptions& options) {
-  std::shared_ptr<WriteJob> job(new WriteJob(ring, options, File::create(path, options.direct)));
+  std::shared_ptr<WriteJob> job(
+      new WriteJob(ring, threads, options, File::create(path, options.direct)));
   job->file_.preallocate(options.preallocate);
-  // The tasks hold the job, so one that comes to run after the job's end finds it, and nothing to
-  // do.
-  for (size_t i = 0; i < threads->count(); ++i) threads->submit([job] { job->work(); });
   return job;
 }
 
-WriteJob::WriteJob(SlotRing* ring, const WriteOptions& options, File file)
-    : ring_(ring), options_(options), image_(image_options(*ring, file)), file_(std::move(file)) {}
+WriteJob::WriteJob(SlotRing* ring, IoThreads* threads, const WriteOptions& options, File file)
+    : ring_(ring),
+      threads_(threads),
+      options_(options),
+      image_(image_options(*ring, file)),
+      file_(std::move(file)) {}
 
 WriteJob::~WriteJob() { abandon(); }
 
@@ -61,14 +63,16 @@ void WriteJob::wait_for_room() {
   changed_.wait(lock, [this] { return error_ || has_room(); });
 }
 
-// Hands the windows that are full to the threads. The caller holds mutex_.
+// Hands the windows that are full to the threads, a task each, so that they take turns with those
+// of other jobs. A task holds the job: one that comes to run after a failure finds it, and nothing
+// to do. The caller holds mutex_.
 void WriteJob::publish() {
   for (Window& window : full_) {
     ready_bytes_ += window.size;
     ready_.push_back(std::move(window));
+    threads_->submit([job = shared_from_this()] { job->work(); });
   }
   full_.clear();
-  changed_.notify_all();
 }
 
 void WriteJob::finish() {
@@ -77,7 +81,6 @@ void WriteJob::finish() {
   bytes_added_.store(image_.size(), std::memory_order_relaxed);
   {
     std::unique_lock lock(mutex_);
-    closed_ = true;
     publish();
     changed_.wait(lock, [this] { return active_ == 0 && (error_ || ready_.empty()); });
   }
@@ -144,34 +147,33 @@ WriteStatistics WriteJob::statistics() const {
   return statistics;
 }
 
+// Writes one window.
 void WriteJob::work() noexcept {
   try {
-    while (std::optional<Claim> claimed = claim()) {
-      bool written = false;
-      try {
-        written = write_window(*claimed);
-      } catch (...) {
-        fail(std::current_exception());
-      }
-      claimed->slot.release();
-      std::lock_guard lock(mutex_);
-      --active_;
-      if (written) bytes_written_.fetch_add(claimed->window.size, std::memory_order_relaxed);
-      changed_.notify_all();
+    std::optional<Claim> claimed = claim();
+    if (!claimed) return;
+    bool written = false;
+    try {
+      written = write_window(*claimed);
+    } catch (...) {
+      fail(std::current_exception());
     }
+    claimed->slot.release();
+    std::lock_guard lock(mutex_);
+    --active_;
+    if (written) bytes_written_.fetch_add(claimed->window.size, std::memory_order_relaxed);
+    changed_.notify_all();
   } catch (...) {
     fail(std::current_exception());
   }
 }
 
-// A window is taken only with the slot that it needs in hand. So of the windows taken, the first
-// can always go on, and those that wait for its checksum come to their turn.
+// A window is taken only with the slot that it needs in hand, and in their order. So of the windows
+// taken, the first can always go on, and those that wait for its checksum come to their turn.
 std::optional<WriteJob::Claim> WriteJob::claim() {
   Slot slot;
   std::unique_lock lock(mutex_);
   for (;;) {
-    if (ready_.empty()) slot.release();  // nobody should sit on a slot while the feeder thinks
-    changed_.wait(lock, [this] { return error_ || !ready_.empty() || closed_; });
     if (error_ || ready_.empty()) return std::nullopt;
     const bool in_place = ready_.front().in_place;
     if (in_place || slot) {

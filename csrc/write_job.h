@@ -45,7 +45,7 @@ struct WriteStatistics {
 //
 // The first error anywhere stops all of it and is thrown from every later call. A job that was not
 // finished, for whatever reason, removes its file.
-class WriteJob : public Job {
+class WriteJob : public Job, public std::enable_shared_from_this<WriteJob> {
  public:
   // Makes the file (EEXIST where there is one). The ring and the threads must outlive the job.
   static std::shared_ptr<WriteJob> start(SlotRing* ring, IoThreads* threads,
@@ -78,7 +78,7 @@ class WriteJob : public Job {
     Slot slot;  // none where the window is written in place
   };
 
-  WriteJob(SlotRing* ring, const WriteOptions& options, File file);
+  WriteJob(SlotRing* ring, IoThreads* threads, const WriteOptions& options, File file);
 
   void publish();
   bool has_room() const { return ready_bytes_ <= ring_->slots() * ring_->slot_bytes(); }
@@ -94,6 +94,7 @@ class WriteJob : public Job {
 
   // Constant after construction.
   SlotRing* const ring_;
+  IoThreads* const threads_;
   const WriteOptions options_;
 
   // The feeder's alone.
@@ -108,7 +109,6 @@ class WriteJob : public Job {
   std::deque<Window> ready_;
   uint64_t ready_bytes_ = 0;
   size_t active_ = 0;  // windows that a thread is writing
-  bool closed_ = false;
 
   // Counters, each on its own.
   std::atomic<uint64_t> items_added_{0};

@@ -48,8 +48,8 @@ class Engine:
             raise ValueError(f"{self.max_pinned_bytes = } must hold a slot: {self.slot_bytes = }.")
         native = _C.Engine(
             slot_bytes=self.slot_bytes,
-            # Two slots a thread: one on its way to disk while the next is filled.
-            slots=min(2 * self.io_threads, self.max_pinned_bytes // self.slot_bytes),
+            # A thread works on one slot at a time.
+            slots=min(self.io_threads, self.max_pinned_bytes // self.slot_bytes),
             io_threads=self.io_threads,
         )
         object.__setattr__(self, "_native", native)

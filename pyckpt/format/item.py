@@ -27,6 +27,7 @@ HEAD_BYTES = 2048
 TAIL_BYTES = 2048
 
 _LOCAL = struct.Struct("<4s22xHH")
+_DIRECTORY = 0x10  # MS-DOS's attribute
 _DESCRIPTOR_MAGIC = b"PK\7\10"
 
 
@@ -55,9 +56,13 @@ def has_its_checksums(item: bytes | bytearray) -> bool | None:
         return None
     try:
         with zipfile.ZipFile(io.BytesIO(item)) as archive:
-            if not any(info.CRC for info in archive.infolist()):
+            records = archive.infolist()
+            if not any(record.CRC for record in records):
                 return None
-            return archive.testzip() is None
+            # What torch takes for a directory it does not read, and leaves a tensor uninitialised.
+            return archive.testzip() is None and not any(
+                record.external_attr & _DIRECTORY for record in records
+            )
     except Exception:  # as in `Locator.locate`
         return False
 
