@@ -18,9 +18,9 @@
 namespace pyckpt {
 
 struct EngineOptions {
-  size_t slot_bytes = 8 << 20;  // a multiple of 4096
+  size_t slot_bytes = 2 << 20;  // a multiple of 4096
   size_t slots = 8;
-  size_t io_threads = 4;
+  size_t io_threads = 8;
 };
 
 // A ring of slots and the threads that fill and write them. Jobs of one engine share both; a job

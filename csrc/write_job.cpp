@@ -15,6 +15,11 @@ namespace {
 // does not fetch from memory what the copy just brought.
 constexpr uint64_t kCacheBlock = 128 << 10;
 
+// How many rings' worth of bytes may be queued before the feeder is to wait. More keeps the disk
+// busy while a feeder in Python waits for its turn; less takes less memory where it makes what it
+// feeds.
+constexpr uint64_t kQueuedRings = 4;
+
 Image::Options image_options(const SlotRing& ring, const File& file) {
   Image::Options options;
   options.slot_bytes = ring.slot_bytes();
@@ -61,6 +66,10 @@ bool WriteJob::add(std::shared_ptr<const Envelope> envelope, Source source) {
 void WriteJob::wait_for_room() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return error_ || has_room(); });
+}
+
+bool WriteJob::has_room() const {
+  return ready_bytes_ <= kQueuedRings * ring_->slots() * ring_->slot_bytes();
 }
 
 // Hands the windows that are full to the threads, a task each, so that they take turns with those

@@ -52,9 +52,9 @@ class WriteJob : public Job, public std::enable_shared_from_this<WriteJob> {
                                          const std::string& path, const WriteOptions& options);
   ~WriteJob() override;
 
-  // Appends an item, without waiting for anything. Returns false where more than a ring's worth of
-  // bytes are queued: a feeder that makes its sources as it goes, and calls `wait_for_room` then,
-  // needs no more memory than that.
+  // Appends an item, without waiting for anything. Returns false where more bytes are queued than a
+  // few rings hold: a feeder that makes its sources as it goes, and calls `wait_for_room` then, needs
+  // no more memory than that.
   bool add(std::shared_ptr<const Envelope> envelope, Source source);
   void wait_for_room();
 
@@ -81,7 +81,7 @@ class WriteJob : public Job, public std::enable_shared_from_this<WriteJob> {
   WriteJob(SlotRing* ring, IoThreads* threads, const WriteOptions& options, File file);
 
   void publish();
-  bool has_room() const { return ready_bytes_ <= ring_->slots() * ring_->slot_bytes(); }
+  bool has_room() const;
   void close_file();
   void work() noexcept;
   std::optional<Claim> claim();

@@ -26,18 +26,19 @@ class Engine:
     pickled, an engine becomes another one of the same settings.
 
     Args:
-        max_pinned_bytes: bytes of ring memory at most; at least one slot. (The default, 64 MiB, is
-            what two slots a thread need.)
-        slot_bytes: bytes of one slot, and so of one write to disk; a multiple of 4096.
-        io_threads: threads that copy, checksum and write.
+        max_pinned_bytes: bytes of ring memory at most. There is one slot a thread, so that with the
+            other defaults the ring has 16 MiB.
+        slot_bytes: bytes of one slot, and so of one read or write; a multiple of 4096.
+        io_threads: threads that copy, checksum, read and write; so many requests are on their way
+            to the disk at a time.
 
     Raises:
         ValueError: an argument is out of range.
     """
 
     max_pinned_bytes: int = 64 << 20
-    slot_bytes: int = 8 << 20
-    io_threads: int = 4
+    slot_bytes: int = 2 << 20
+    io_threads: int = 8
 
     def __post_init__(self) -> None:
         if self.slot_bytes <= 0 or self.slot_bytes % _SLOT_GRAIN:

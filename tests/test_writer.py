@@ -415,7 +415,7 @@ def test_a_planner_that_makes_tensors(tmp_path: Path) -> None:
             state, storage_writer=pyckpt.DirectWriter(tmp_path, engine=engine), planner=Planner()
         )
     check({key: tensor * 2 for key, tensor in state.items()}, tmp_path)
-    # Four slots, as much again queued, and what is being handed over: far from all 200.
+    # A ring of two slots, four rings queued, and what is being handed over: far from all 200.
     assert 0 < most <= 20
 
 
