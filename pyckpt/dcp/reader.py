@@ -8,6 +8,7 @@ import os
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -340,16 +341,20 @@ class _Load:
             stride = tuple(stride[d] for d in order)
             offsets = [offsets[d] for d in order]
             target = target.permute(order)
-        item_size = payload.dtype.itemsize
-        begin = sum(o * s for o, s in zip(offsets, stride, strict=True)) * item_size
         job, file = self.open(check.info.relative_path)
-        number = job.add_tensor(
-            file, check.info.offset + payload.offset + begin, target, list(stride)
-        )
+        at = check.info.offset + payload.offset
+        if target.shape == shape:  # the whole of it: most tensors
+            number = job.add_tensor(file, at, target)
+            begin, end = 0, payload.length
+        else:
+            item_size = payload.dtype.itemsize
+            begin = sum(o * s for o, s in zip(offsets, stride, strict=True)) * item_size
+            end = begin + target.numel() * item_size
+            number = job.add_tensor(file, at + begin, target, stride)
         if number is None:
             return False
-        if number >= 0 and (target.shape[1:] == shape[1:]):
-            self.pending.append((check, begin, begin + target.numel() * item_size, number))
+        if number >= 0 and target.shape[1:] == shape[1:]:
+            self.pending.append((check, begin, end, number))
         return True
 
     def verify(self) -> None:
@@ -481,7 +486,9 @@ _ENDS_AT_A_TIME = 4096
 _UNRECORDED = Payload(-1, 0, torch.uint8, (), (), None)
 
 
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous tensor."""
     strides = [1] * len(shape)
     for d in range(len(shape) - 1, 0, -1):
         strides[d - 1] = strides[d] * max(shape[d], 1)
@@ -509,6 +516,8 @@ def _rows(
 
 def _checksum(check: _Check) -> int | None:
     """The checksum of a payload from those of its tiles; None where they do not cover it."""
+    if len(check.tiles) == 1 and check.tiles[0][:2] == (0, check.payload.length):
+        return check.tiles[0][2]
     crc32 = at = 0
     for begin, end, checksum in sorted(check.tiles):
         if begin > at:
