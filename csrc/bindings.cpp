@@ -93,7 +93,13 @@ class PyWriteJob {
   }
   PyWriteJob(const PyWriteJob&) = delete;
   PyWriteJob& operator=(const PyWriteJob&) = delete;
-  ~PyWriteJob() { abandon(); }
+  ~PyWriteJob() {
+    if (job_ && job_->forked()) {
+      new std::shared_ptr<WriteJob>(std::move(job_));  // must not be destroyed here
+      return;
+    }
+    abandon();
+  }
 
   bool add_tensor(const at::Tensor& tensor, const std::shared_ptr<Envelope>& envelope) {
     if (!is_plain(tensor)) return false;

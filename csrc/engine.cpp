@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -16,6 +17,9 @@ Engine::Engine(const EngineOptions& options) : options_(options), process_(::get
   }
   if (options.slots == 0) throw std::invalid_argument("slots must be positive");
   if (options.io_threads == 0) throw std::invalid_argument("io_threads must be positive");
+  if (options.slots > std::numeric_limits<size_t>::max() / options.slot_bytes) {
+    throw std::invalid_argument("the ring is larger than memory can be");
+  }
   ring_ = std::make_unique<SlotRing>(options.slots, options.slot_bytes);
   threads_ = std::make_unique<IoThreads>(options.io_threads);
 }
@@ -65,6 +69,7 @@ std::shared_ptr<Device> Engine::cuda_device([[maybe_unused]] int index) {
 }
 
 void Engine::close() {
+  if (forked()) return;  // what there is to close is in the parent
   std::vector<std::weak_ptr<Job>> jobs;
   {
     std::lock_guard lock(mutex_);

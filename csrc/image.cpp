@@ -10,6 +10,11 @@ uint64_t round_up(uint64_t value, uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
+void count_piece(Item* item) {
+  item->pieces_left.fetch_add(1, std::memory_order_relaxed);
+  item->pieces_held.fetch_add(1, std::memory_order_relaxed);
+}
+
 }  // namespace
 
 Image::Image(const Options& options) : options_(options) {}
@@ -52,7 +57,7 @@ void Image::append(Item* item, Part part, uint64_t begin, uint64_t end, std::vec
     const uint64_t step = std::min(options_.slot_bytes - window_.size, end - begin);
     if (part != Part::kGap) window_.pieces.push_back({item, part, begin, step, window_.size});
     // Threads see the window, and so this count, only after the whole item was added.
-    if (part == Part::kPayload) item->pieces_left.fetch_add(1, std::memory_order_relaxed);
+    if (part == Part::kPayload) count_piece(item);
     window_.size += step;
     end_ += step;
     begin += step;
@@ -70,7 +75,7 @@ void Image::append_in_place(Item* item, std::vector<Window>* full) {
     window_.in_place = true;
     window_.size = step;
     window_.pieces.push_back({item, Part::kPayload, begin, step, 0});
-    item->pieces_left.fetch_add(1, std::memory_order_relaxed);
+    count_piece(item);
     end_ += step;
     begin += step;
     cut(full);

@@ -45,9 +45,11 @@ struct Item {
   bool spans_windows = false;   // so that a thread may wait for what others do
 
   // What the windows gather: each piece of the payload XORs its part of the checksum in, then
-  // counts itself off.
+  // counts itself off; and again when its memory is not needed any more, which for a piece that is
+  // written from where it lies is after the write.
   std::atomic<uint32_t> crc{0};
   std::atomic<uint32_t> pieces_left{0};
+  std::atomic<uint32_t> pieces_held{0};
 };
 
 enum class Part : uint8_t { kGap, kPrefix, kPayload, kSuffix };

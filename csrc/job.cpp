@@ -1,8 +1,14 @@
 #include "job.h"
 
+#include <unistd.h>
+
 #include <utility>
 
 namespace pyckpt {
+
+Job::Job() : process_(::getpid()), started_(Clock::now()) {}
+
+bool Job::forked() const { return ::getpid() != process_; }
 
 void Job::fail(std::exception_ptr error) noexcept {
   std::lock_guard lock(mutex_);

@@ -1,6 +1,8 @@
 // What jobs of an engine have in common: one sticky error, and the clocks.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -16,10 +18,15 @@ using Clock = std::chrono::steady_clock;
 // is what every later call throws.
 class Job {
  public:
-  Job() : started_(Clock::now()) {}
+  Job();
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
   virtual ~Job() = default;
+
+  // Whether this is a child of the process that the job runs in: its threads are not here, its
+  // locks may be held for good, and its file is the parent's. Such a job is not to be used, nor
+  // destroyed.
+  bool forked() const;
 
   // Fails the job, from any thread. Only the first error counts.
   void fail(std::exception_ptr error) noexcept;
@@ -36,6 +43,7 @@ class Job {
   std::exception_ptr error_;  // guarded by mutex_
 
  private:
+  const pid_t process_;
   const Clock::time_point started_;
   std::atomic<bool> failed_{false};    // error_ is set; spares a look under the lock
   std::atomic<int64_t> total_ns_{-1};  // -1 while it runs

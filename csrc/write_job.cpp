@@ -15,11 +15,6 @@ namespace {
 // does not fetch from memory what the copy just brought.
 constexpr uint64_t kCacheBlock = 128 << 10;
 
-// How many rings' worth of bytes may be queued before the feeder is to wait. More keeps the disk
-// busy while a feeder in Python waits for its turn; less takes less memory where it makes what it
-// feeds.
-constexpr uint64_t kQueuedRings = 4;
-
 Image::Options image_options(const SlotRing& ring, const File& file) {
   Image::Options options;
   options.slot_bytes = ring.slot_bytes();
@@ -110,11 +105,13 @@ void WriteJob::close_file() {
   Stopwatch::Lap lap(&syncing_);
   if (options_.sync) file_.sync();
   file_.close();
-  if (options_.sync) sync_directory(std::filesystem::path(file_.path()).parent_path().string());
+  if (!options_.sync) return;
+  const std::filesystem::path directory = std::filesystem::path(file_.path()).parent_path();
+  sync_directory(directory.empty() ? "." : directory.string());
 }
 
 void WriteJob::abandon() noexcept {
-  if (ended_) return;
+  if (ended_ || forked()) return;
   ended_ = true;
   fail(std::make_exception_ptr(std::runtime_error("the job was abandoned")));
   {
@@ -134,7 +131,7 @@ void WriteJob::abandon() noexcept {
 size_t WriteJob::consumed() {
   const std::deque<Item>& items = image_.items();
   while (consumed_ < items.size() &&
-         items[consumed_].pieces_left.load(std::memory_order_acquire) == 0) {
+         items[consumed_].pieces_held.load(std::memory_order_acquire) == 0) {
     ++consumed_;
   }
   return consumed_;
@@ -207,8 +204,11 @@ bool WriteJob::write_window(const Claim& claim) {
   if (window.in_place) {
     const Piece& piece = window.pieces.front();
     checksum_in_place(piece);
-    Stopwatch::Lap lap(&writing_);
-    file_.write(piece.item->source.data + piece.begin, window.size, window.offset);
+    {
+      Stopwatch::Lap lap(&writing_);
+      file_.write(piece.item->source.data + piece.begin, window.size, window.offset);
+    }
+    piece.item->pieces_held.fetch_sub(1, std::memory_order_release);
     return true;
   }
   if (!fill(window, claim.slot.data())) return false;
@@ -272,6 +272,7 @@ void WriteJob::fill_payload(const Piece& piece, std::byte* to) {
     done += step;
   }
   count_off(piece, crc);
+  piece.item->pieces_held.fetch_sub(1, std::memory_order_release);
 }
 
 void WriteJob::checksum_in_place(const Piece& piece) {

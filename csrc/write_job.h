@@ -18,6 +18,11 @@
 
 namespace pyckpt {
 
+// How many rings' worth of bytes may be queued before the feeder is to wait. More keeps the disk
+// busy while a feeder in Python waits for its turn; less takes less memory where it makes what it
+// feeds.
+constexpr uint64_t kQueuedRings = 4;
+
 struct WriteOptions {
   Direct direct = Direct::kAuto;
   bool sync = true;          // make the file and its name durable before `finish` returns
@@ -52,9 +57,9 @@ class WriteJob : public Job, public std::enable_shared_from_this<WriteJob> {
                                          const std::string& path, const WriteOptions& options);
   ~WriteJob() override;
 
-  // Appends an item, without waiting for anything. Returns false where more bytes are queued than a
-  // few rings hold: a feeder that makes its sources as it goes, and calls `wait_for_room` then, needs
-  // no more memory than that.
+  // Appends an item, without waiting for anything. Returns false where more bytes are queued than
+  // kQueuedRings rings hold: a feeder that makes its sources as it goes, and calls `wait_for_room`
+  // then, needs no more memory than that.
   bool add(std::shared_ptr<const Envelope> envelope, Source source);
   void wait_for_room();
 
