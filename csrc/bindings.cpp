@@ -62,12 +62,27 @@ uint32_t crc32_of(const py::object& buffer, uint32_t crc) {
   return crc32(crc, view.data(), view.size());
 }
 
-// Whether the tensor is memory and nothing more: its bytes, as they lie, are its values.
+// Whether the tensor is memory and nothing more: its bytes, as they lie, are its values. Throws
+// std::invalid_argument where the memory is not there.
 bool is_plain(const at::Tensor& tensor) {
+  // Subclasses may be made of other tensors, and have no memory behind what they say of themselves.
+  if (tensor.key_set().has(c10::DispatchKey::Python)) return false;
   const at::Device device = tensor.device();
   if (!device.is_cpu() && !device.is_cuda()) return false;
-  return tensor.layout() == at::kStrided && !tensor.is_quantized() && !tensor.is_conj() &&
-         !tensor.is_neg() && tensor.has_storage();
+  if (tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_conj() ||
+      tensor.is_neg() || !tensor.has_storage()) {
+    return false;
+  }
+  uint64_t end = tensor.numel() == 0 ? 0 : 1;  // in elements, from the tensor's first
+  for (int64_t d = 0; end != 0 && d < tensor.dim(); ++d) {
+    end += static_cast<uint64_t>(tensor.size(d) - 1) * static_cast<uint64_t>(tensor.stride(d));
+  }
+  if (end != 0) end += static_cast<uint64_t>(tensor.storage_offset());
+  if (end * tensor.element_size() > tensor.storage().nbytes()) {
+    throw std::invalid_argument(
+        "the tensor is larger than its storage: its memory was freed (resize_(0)?)");
+  }
+  return true;
 }
 
 // The engine's device for a CUDA tensor, once all that the caller queued on it is over: engine
@@ -227,13 +242,11 @@ class PyReadJob {
   }
 
   std::vector<uint32_t> run() {
-    {
-      py::gil_scoped_release release;
-      ReadJob::run(job_);
-    }
-    tensors_.clear();
-    buffers_.clear();
-    return job_->checksums();
+    // The job is through with them, whether it comes to its end or throws.
+    const std::vector<at::Tensor> tensors = std::move(tensors_);
+    const std::vector<ContiguousBuffer> buffers = std::move(buffers_);
+    py::gil_scoped_release release;
+    return job_->run();
   }
 
   ReadStatistics statistics() const { return job_->statistics(); }
@@ -293,6 +306,14 @@ py::bytes stamped_suffix(const Envelope& envelope, uint32_t crc) {
   return suffix;
 }
 
+// Names of files are bytes, not always text.
+py::object decode_path(const std::string& path) {
+  PyObject* decoded =
+      PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<Py_ssize_t>(path.size()));
+  if (decoded == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(decoded);
+}
+
 void translate_exception(std::exception_ptr pointer) {
   const auto raise = [](const char* name, const char* message) {
     const py::object type = py::module_::import("pyckpt.errors").attr(name);
@@ -302,9 +323,12 @@ void translate_exception(std::exception_ptr pointer) {
     if (pointer) std::rethrow_exception(pointer);
   } catch (const IoError& error) {
     // OSError picks the subclass (FileNotFoundError, ...) from the number.
-    const py::object path = error.path().empty() ? py::none() : py::object(py::str(error.path()));
+    const py::object path = error.path().empty() ? py::none() : decode_path(error.path());
     const py::object exception =
         py::handle(PyExc_OSError)(error.error_number(), error.message(), path);
+    PyErr_SetObject(PyExc_OSError, exception.ptr());
+  } catch (const std::system_error& error) {  // a thread that could not be started
+    const py::object exception = py::handle(PyExc_OSError)(error.code().value(), error.what());
     PyErr_SetObject(PyExc_OSError, exception.ptr());
   } catch (const EngineClosed& error) {
     raise("EngineClosed", error.what());

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 
 namespace pyckpt {
@@ -21,8 +22,10 @@ class Device {
 void register_host_memory(void* memory, size_t size);
 void unregister_host_memory(void* memory) noexcept;
 
-// The CUDA device of that index, with a stream of its own that runs apart from the program's.
-std::shared_ptr<Device> make_cuda_device(int index);
+// The CUDA device of that index, with a stream of its own that runs apart from the program's. Its
+// copies make it the calling thread's current device, and are for threads of an engine alone.
+// Before the first it calls `prepare`.
+std::shared_ptr<Device> make_cuda_device(int index, std::function<void()> prepare);
 #endif
 
 }  // namespace pyckpt

@@ -1,7 +1,10 @@
 // The one place that talks to the CUDA runtime.
 #include <cuda_runtime_api.h>
 
+#include <functional>
+#include <mutex>
 #include <string>
+#include <utility>
 
 #include "device.h"
 #include "error.h"
@@ -15,31 +18,15 @@ void check(cudaError_t status, const char* call) {
                   cudaGetErrorString(status));
 }
 
-// Makes a device current for the calling thread while it lives.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int index) {
-    check(cudaGetDevice(&previous_), "cudaGetDevice");
-    check(cudaSetDevice(index), "cudaSetDevice");
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-  ~DeviceGuard() { cudaSetDevice(previous_); }
-
- private:
-  int previous_ = 0;
-};
-
 class CudaDevice : public Device {
  public:
-  explicit CudaDevice(int index) : index_(index) {
-    DeviceGuard guard(index_);
-    // Non-blocking: work on the program's default stream neither waits for a copy nor holds it up.
-    check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-  }
+  CudaDevice(int index, std::function<void()> prepare)
+      : index_(index), prepare_(std::move(prepare)) {}
   CudaDevice(const CudaDevice&) = delete;
   CudaDevice& operator=(const CudaDevice&) = delete;
-  ~CudaDevice() override { cudaStreamDestroy(stream_); }
+  ~CudaDevice() override {
+    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+  }
 
   void copy_to_host(std::byte* to, const std::byte* from, size_t size) override {
     copy(to, from, size, cudaMemcpyDeviceToHost);
@@ -49,13 +36,24 @@ class CudaDevice : public Device {
   }
 
  private:
+  // The thread's current device is set and left so: it is an engine's thread, and setting back
+  // device 0 would make a context there, in each process of a node.
   void copy(void* to, const void* from, size_t size, cudaMemcpyKind kind) {
-    DeviceGuard guard(index_);
+    check(cudaSetDevice(index_), "cudaSetDevice");
+    std::call_once(prepared_, [this] {
+      prepare_();
+      // Non-blocking: work on the program's default stream neither waits for a copy nor holds it
+      // up.
+      check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking),
+            "cudaStreamCreateWithFlags");
+    });
     check(cudaMemcpyAsync(to, from, size, kind, stream_), "cudaMemcpyAsync");
     check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
   }
 
   const int index_;
+  const std::function<void()> prepare_;
+  std::once_flag prepared_;
   cudaStream_t stream_ = nullptr;
 };
 
@@ -68,6 +66,8 @@ void register_host_memory(void* memory, size_t size) {
 
 void unregister_host_memory(void* memory) noexcept { cudaHostUnregister(memory); }
 
-std::shared_ptr<Device> make_cuda_device(int index) { return std::make_shared<CudaDevice>(index); }
+std::shared_ptr<Device> make_cuda_device(int index, std::function<void()> prepare) {
+  return std::make_shared<CudaDevice>(index, std::move(prepare));
+}
 
 }  // namespace pyckpt

@@ -30,6 +30,7 @@ Engine::~Engine() {
     // is nothing to join and nothing that is safe to free.
     threads_.release();
     ring_.release();
+    new std::vector<std::shared_ptr<Device>>(std::move(devices_));
     return;
   }
   close();
@@ -38,9 +39,10 @@ Engine::~Engine() {
 std::shared_ptr<WriteJob> Engine::start_write(const std::string& path,
                                               const WriteOptions& options) {
   check_process();
+  // Opening a file may take a file system long, so it is not done under the lock.
+  std::shared_ptr<WriteJob> job = WriteJob::start(ring_.get(), threads_.get(), path, options);
   std::lock_guard lock(mutex_);
   check_open();
-  std::shared_ptr<WriteJob> job = WriteJob::start(ring_.get(), threads_.get(), path, options);
   remember(job);
   return job;
 }
@@ -58,10 +60,11 @@ std::shared_ptr<Device> Engine::cuda_device([[maybe_unused]] int index) {
 #ifdef PYCKPT_CUDA
   std::lock_guard lock(mutex_);
   check_open();
-  ring_->pin();
   const auto at = static_cast<size_t>(index);
   if (devices_.size() <= at) devices_.resize(at + 1);
-  if (!devices_[at]) devices_[at] = make_cuda_device(index);
+  if (!devices_[at]) {
+    devices_[at] = make_cuda_device(index, [ring = ring_.get()] { ring->pin(); });
+  }
   return devices_[at];
 #else
   throw CudaError("pyckpt was built without CUDA");

@@ -23,9 +23,9 @@ struct EngineOptions {
   size_t io_threads = 8;
 };
 
-// A ring of slots and the threads that fill and write them. Jobs of one engine share both; a job
-// that starts while others run gets threads as those run out of work. Must outlive its jobs. Safe
-// to call from any thread, but useless in a forked child, which has the memory of no threads.
+// A ring of slots and the threads that move bytes through it. Jobs of one engine share both, and
+// take turns. Must outlive its jobs. Safe to call from any thread, but useless in a forked child,
+// which has none of the threads.
 class Engine {
  public:
   explicit Engine(const EngineOptions& options);  // throws std::invalid_argument
@@ -37,8 +37,8 @@ class Engine {
 
   std::shared_ptr<ReadJob> make_read(Direct direct, bool checksum);
 
-  // The CUDA device of that index; the ring is registered with CUDA at the first call. Throws
-  // CudaError, also in a build without CUDA.
+  // The CUDA device of that index; the ring is registered with CUDA before its first copy. Throws
+  // CudaError in a build without CUDA.
   std::shared_ptr<Device> cuda_device(int index);
 
   // Fails the jobs that run, with EngineClosed, and joins the threads. Idempotent.

@@ -138,11 +138,10 @@ std::string File::fallback_reason() const {
 
 void File::preallocate(uint64_t size) {
   if (size == 0) return;
-  int result;
-  do {
-    result = ::fallocate(descriptor_, 0, 0, static_cast<off_t>(size));
-  } while (result != 0 && errno == EINTR);
-  if (result != 0 && errno != EOPNOTSUPP && errno != ENOSYS) {
+  // Not repeated after EINTR: some file systems begin anew, and an interval timer then goes on for
+  // ever.
+  if (::fallocate(descriptor_, 0, 0, static_cast<off_t>(size)) != 0 && errno != EOPNOTSUPP &&
+      errno != ENOSYS && errno != EINTR) {
     throw IoError(errno, "fallocate", path_, at_offset(size, 0));
   }
 }

@@ -13,6 +13,8 @@ IoThreads::IoThreads(size_t count) : count_(count) {
   // that expect them (Python's main thread).
   sigset_t all, before;
   sigfillset(&all);
+  // Those that say that this very thread did wrong are for the handlers that tell where.
+  for (const int fatal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&all, fatal);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
     for (size_t i = 0; i < count; ++i) {

@@ -33,9 +33,10 @@ PinnedBuffer::~PinnedBuffer() {
 
 void PinnedBuffer::pin() {
 #ifdef PYCKPT_CUDA
-  if (pinned_) return;
-  register_host_memory(data_, size_);
-  pinned_ = true;
+  std::call_once(pin_once_, [this] {
+    register_host_memory(data_, size_);
+    pinned_ = true;
+  });
 #endif
 }
 

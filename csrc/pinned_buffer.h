@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <mutex>
 
 namespace pyckpt {
 
@@ -14,8 +15,8 @@ class PinnedBuffer {
   PinnedBuffer& operator=(const PinnedBuffer&) = delete;
   ~PinnedBuffer();
 
-  // Registers the memory with CUDA at the first call; nothing in a build without CUDA. Throws
-  // CudaError.
+  // Registers the memory with CUDA at the first call; nothing in a build without CUDA. May be
+  // called from several threads. Throws CudaError.
   void pin();
 
   std::byte* data() { return data_; }
@@ -24,6 +25,7 @@ class PinnedBuffer {
  private:
   std::byte* data_;
   size_t size_;
+  std::once_flag pin_once_;
   bool pinned_ = false;
 };
 

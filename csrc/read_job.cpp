@@ -29,48 +29,62 @@ ReadJob::ReadJob(SlotRing* ring, IoThreads* threads, Direct direct, bool checksu
     : ring_(ring), threads_(threads), direct_(direct), checksum_(checksum) {}
 
 size_t ReadJob::add_file(const std::string& path) {
-  files_.push_back(File::open(path, direct_));
+  File file = File::open(path, direct_);
+  std::lock_guard lock(mutex_);
+  files_.push_back(std::move(file));
   return files_.size() - 1;
 }
 
 size_t ReadJob::add(size_t file, uint64_t offset, uint64_t size, Destination destination) {
+  const Strided* strided = destination.strided.get();
+  bytes_needed_ += strided == nullptr ? size : strided->memory_bytes();
+  std::lock_guard lock(mutex_);
   Range& range = ranges_.emplace_back();
   range.file = file;
   range.offset = offset;
   range.size = size;
   range.destination = std::move(destination);
-  const Strided* strided = range.destination.strided.get();
-  bytes_needed_ += strided == nullptr ? size : strided->memory_bytes();
   return ranges_.size() - 1;
 }
 
-void ReadJob::run(const std::shared_ptr<ReadJob>& job) {
-  job->rethrow_if_failed();
-  job->cut();
-  // A task a window, so that they take turns with those of other jobs.
-  for (size_t i = 0; i < job->windows_.size(); ++i) {
-    job->threads_->submit([job] { job->work(); });
+std::vector<uint32_t> ReadJob::run() {
+  try {
+    start();
+  } catch (...) {
+    fail(std::current_exception());
   }
-  {
-    std::unique_lock lock(job->mutex_);
-    job->changed_.wait(lock, [&] {
-      return job->active_ == 0 && (job->error_ || job->next_ == job->windows_.size());
-    });
-  }
-  job->end_clock();
-  job->rethrow_if_failed();
-}
-
-std::vector<uint32_t> ReadJob::checksums() const {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return active_ == 0 && (error_ || next_ == windows_.size()); });
+  end_clock();
   std::vector<uint32_t> checksums;
-  checksums.reserve(ranges_.size());
   for (const Range& range : ranges_) checksums.push_back(range.crc.load());
+  note_files(&ended_);
+  ended_.ranges = ranges_.size();
+  // A task that comes to run later finds an error, or no window.
+  next_ = 0;
+  windows_.clear();
+  ranges_.clear();
+  files_.clear();
+  if (error_) std::rethrow_exception(error_);
   return checksums;
 }
 
+// Gives the threads a task each. A task reads one window and makes place for the tasks of other
+// jobs before the next.
+void ReadJob::start() {
+  rethrow_if_failed();
+  cut();
+  const size_t tasks = std::min(windows_.size(), threads_->count());
+  for (size_t i = 0; i < tasks; ++i) {
+    threads_->submit([job = shared_from_this()] { job->work(); });
+  }
+}
+
 ReadStatistics ReadJob::statistics() const {
-  ReadStatistics statistics;
-  statistics.ranges = ranges_.size();
+  std::lock_guard lock(mutex_);
+  ReadStatistics statistics = ended_;
+  if (!files_.empty()) note_files(&statistics);
+  if (!ranges_.empty()) statistics.ranges = ranges_.size();
   statistics.bytes_needed = bytes_needed_.load();
   statistics.bytes_read = bytes_read_.load();
   statistics.seconds = seconds();
@@ -78,13 +92,17 @@ ReadStatistics ReadJob::statistics() const {
   statistics.checksum_seconds = checksumming_.seconds();
   statistics.read_seconds = reading_.seconds();
   statistics.slot_waits = slot_waits_.load();
-  statistics.direct = !files_.empty();
+  return statistics;
+}
+
+// With mutex_ held.
+void ReadJob::note_files(ReadStatistics* statistics) const {
+  statistics->direct = !files_.empty();
   for (const File& file : files_) {
     if (file.direct()) continue;
-    statistics.direct = false;
-    statistics.fallback_reason = file.fallback_reason();
+    statistics->direct = false;
+    statistics->fallback_reason = file.fallback_reason();
   }
-  return statistics;
 }
 
 // Turns ranges into windows: what can be read in place for itself, the rest in the order of the
@@ -173,12 +191,14 @@ void ReadJob::cut_span(const std::vector<Piece>& pieces, uint64_t end) {
 // Reads one window.
 void ReadJob::work() noexcept {
   std::unique_lock lock(mutex_);
-  if (error_) return;
+  if (error_ || next_ == windows_.size()) return;
   const Window& window = windows_[next_++];
   ++active_;
   lock.unlock();
   try {
     read_window(window);
+    // Before this one counts as done: the job is not over, so that it will be let in.
+    threads_->submit([job = shared_from_this()] { job->work(); });
   } catch (...) {
     fail(std::current_exception());
   }

@@ -45,7 +45,7 @@ struct ReadStatistics {
 
 // One load. One thread adds files and ranges, then calls `run`, which returns when all is done;
 // `statistics` may be called from anywhere. The first error anywhere stops all of it and is thrown.
-class ReadJob : public Job {
+class ReadJob : public Job, public std::enable_shared_from_this<ReadJob> {
  public:
   // The ring and the threads must outlive the job.
   ReadJob(SlotRing* ring, IoThreads* threads, Direct direct, bool checksum);
@@ -57,13 +57,11 @@ class ReadJob : public Job {
   // file.
   size_t add(size_t file, uint64_t offset, uint64_t size, Destination destination);
 
-  // Throws IoError, CudaError, EngineClosed. Destinations are filled in any order; after an error
-  // some are and some are not. Call it on a shared_ptr's job, once.
-  static void run(const std::shared_ptr<ReadJob>& job);
-
-  // CRC-32 of each range's bytes, by number, gaps of a strided one included; after `run`, with
-  // `checksum`.
-  std::vector<uint32_t> checksums() const;
+  // Reads everything, once. Throws IoError, CudaError, EngineClosed. Destinations are filled in any
+  // order; after an error some are and some are not. However it ends, no thread touches them any
+  // more and the files are closed. Returns the CRC-32 of each range's bytes, by number, gaps of a
+  // strided one included; zeros without `checksum`.
+  std::vector<uint32_t> run();
 
   ReadStatistics statistics() const;
 
@@ -90,6 +88,8 @@ class ReadJob : public Job {
     std::vector<Piece> pieces;
   };
 
+  void start();
+  void note_files(ReadStatistics* statistics) const;
   void cut();
   bool cut_in_place(Range* range, std::vector<Piece>* rest);
   void cut_span(const std::vector<Piece>& pieces, uint64_t end);
@@ -106,13 +106,15 @@ class ReadJob : public Job {
   const Direct direct_;
   const bool checksum_;
 
-  // Constant once `run` was called.
+  // Grow until `run`, under mutex_ since `statistics` looks at them, and are gone after it.
   std::deque<File> files_;
   std::deque<Range> ranges_;
   std::vector<Window> windows_;
 
   size_t next_ = 0;    // of windows_; guarded by mutex_
   size_t active_ = 0;  // guarded by mutex_
+  ReadStatistics
+      ended_;  // what there is to know of the files once they are closed; guarded by mutex_
 
   std::atomic<uint64_t> bytes_needed_{0};
   std::atomic<uint64_t> bytes_read_{0};

@@ -46,7 +46,7 @@ class SlotRing {
   // Wakes everyone who waits, for good.
   void close();
 
-  // Registers all slots with CUDA, once. Not safe to call from two threads at a time.
+  // Registers all slots with CUDA, once.
   void pin() { buffer_.pin(); }
 
   size_t slots() const { return slots_; }

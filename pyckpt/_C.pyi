@@ -96,7 +96,7 @@ class ReadJob:
 
     Ranges are numbered in the order they were added."""
 
-    def add_file(self, path: str) -> int:
+    def add_file(self, path: str | bytes) -> int:
         """Open a file; returns its number."""
 
     def add_tensor(
@@ -124,7 +124,7 @@ class Engine:
     def close(self) -> None: ...
     def write(
         self,
-        path: str,
+        path: str | bytes,
         *,
         direct: Literal["auto", "require", "off"] = "auto",
         sync: bool = True,

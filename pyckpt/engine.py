@@ -67,8 +67,8 @@ class Engine:
         return self.native.closed
 
     def close(self) -> None:
-        """Give memory and threads back. Saves still under way fail with ``EngineClosed``.
-        Idempotent."""
+        """End the threads. Saves and loads still under way fail with ``EngineClosed``. The memory
+        goes with the last of them. Idempotent."""
         self.native.close()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import math
+import os
 import random
 import tempfile
 import threading
@@ -20,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, WriteItem
@@ -936,3 +938,43 @@ def test_mixture(tmp_path: Path) -> None:
             load(state, tmp_path / str(number), engine=engine)
             for key, values in saved.items():
                 assert_same(state[key], values.to(state[key].dtype))
+
+
+def test_two_keys_of_one_memory(tmp_path: Path) -> None:
+    """Tied weights that were saved untied: the later one stays, whole, not a mixture."""
+    state = {"a": torch.full((700_000,), 1.0), "b": torch.full((700_000,), 2.0)}
+    dcp.save(state, storage_writer=pyckpt.DirectWriter(tmp_path))
+    for _ in range(10):
+        tied = torch.zeros(700_000)
+        pyckpt.load({"a": tied, "b": tied}, tmp_path)
+        assert torch.equal(tied, state["b"])
+        overlapping = torch.zeros(1_000_000)
+        pyckpt.load({"a": overlapping[:700_000], "b": overlapping[300_000:]}, tmp_path)
+        assert torch.equal(overlapping[300_000:], state["b"])
+        assert torch.equal(overlapping[:300_000], state["a"][:300_000])
+
+
+def test_files_are_closed_when_the_load_is_over(tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(1000)}, storage_writer=pyckpt.DirectWriter(tmp_path))
+    reader = pyckpt.DirectReader(tmp_path)
+    dcp.load({"a": torch.zeros(1000)}, storage_reader=reader)
+    held = [
+        os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd)
+    ]
+    assert not [path for path in held if path.startswith(str(tmp_path))]
+    assert reader.statistics.bytes > 0  # what is known of them is still there
+    assert reader.statistics.direct == (reader.statistics.fallback_reason == "")
+
+
+def _is_link(fd: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{fd}")
+
+
+def test_a_tensor_whose_memory_was_freed(tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(1000)}, storage_writer=pyckpt.DirectWriter(tmp_path))
+    freed = torch.zeros(1000)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(pyckpt.errors.LoadError, match="freed"):
+        pyckpt.load({"a": freed}, tmp_path)
+    with pytest.raises(CheckpointException, match="freed"):
+        dcp.save({"a": freed}, storage_writer=pyckpt.DirectWriter(tmp_path / "other"))

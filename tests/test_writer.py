@@ -478,3 +478,37 @@ def test_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir("/")
     dcp.save({"a": torch.ones(3)}, storage_writer=writer)
     assert (tmp_path / "here" / ".metadata").exists()
+
+
+def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
+    """The bytes around a tensor are made once a dtype, whatever the defaults are at that moment."""
+    from pyckpt.format import envelope
+
+    envelope._checked_template.cache_clear()
+    envelope.envelope_of.cache_clear()
+    state = {"a": torch.rand(1000)}
+    with torch.device("meta"):
+        save(state, tmp_path)
+    assert read_items(tmp_path)["a"][0].payload_offset > 0
+    check(state, tmp_path)
+
+
+def test_what_failed_saves_left_is_removed_before_the_next_writes(tmp_path: Path) -> None:
+    """So that it does not keep a full disk full."""
+    save({"a": torch.zeros(10)}, tmp_path)
+    [kept] = tmp_path.glob("*.distcp")
+    remains = [tmp_path / f"__{rank}_{'0' * 32}.distcp" for rank in (0, 3)]
+    for path in remains:
+        path.write_bytes(b"remains")
+    seen: list[set[str]] = []
+
+    class Planner(dcp.DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            seen.append({path.name for path in tmp_path.glob("*.distcp")})
+            return super().resolve_data(write_item)
+
+    writer = pyckpt.DirectWriter(tmp_path)
+    dcp.save({"a": torch.ones(10)}, storage_writer=writer, planner=Planner())
+    assert kept.name in seen[0]
+    assert len(seen[0]) == 2  # that, and the one being written
+    assert not any(path.exists() for path in remains)

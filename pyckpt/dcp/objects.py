@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import re
 import threading
@@ -88,3 +89,12 @@ def _refused(data: io.BytesIO, error: BaseException) -> tuple[str, ...]:
     # Some classes are never named in the pickle, but made by a function in it, as numpy's dtypes.
     names.update(re.findall(_REFUSED, str(error)))
     return tuple(sorted(names))
+
+
+def _renew_lock() -> None:
+    # A fork while another thread held it would leave it locked in the child for ever.
+    global _allow_lock
+    _allow_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)

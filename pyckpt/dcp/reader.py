@@ -6,6 +6,7 @@ import io
 import math
 import os
 import uuid
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -166,6 +167,31 @@ class _Temporary(NamedTuple):
     target: torch.Tensor
 
 
+class _Claims:
+    """Which keys are read into which parts of a storage."""
+
+    def __init__(self) -> None:
+        # Intervals that do not overlap, in their order.
+        self.begins: list[int] = []
+        self.ends: list[int] = []
+        self.keys: list[str] = []
+
+    def add(self, begin: int, end: int, key: str) -> bool:
+        """Add an interval of addresses; False, and nothing, where it overlaps another key's."""
+        first = bisect_right(self.ends, begin)
+        last = bisect_left(self.begins, end)
+        if any(other != key for other in self.keys[first:last]):
+            return False
+        # Pieces of one tensor may interleave (columns): their intervals become one.
+        if first < last:
+            begin = min(begin, self.begins[first])
+            end = max(end, self.ends[last - 1])
+        self.begins[first:last] = [begin]
+        self.ends[first:last] = [end]
+        self.keys[first:last] = [key]
+        return True
+
+
 class _Load:
     """One rank's load."""
 
@@ -185,6 +211,7 @@ class _Load:
         self.job: _C.ReadJob | None = None
         self.files: dict[str, int] = {}
         self.pending: list[tuple[_Check, int, int, int]] = []  # begin, end, range
+        self.claims: dict[int, _Claims] = {}  # of the storage at that address
         self.temporaries: list[_Temporary] = []
         self.temporary_bytes = 0
 
@@ -316,6 +343,9 @@ class _Load:
         check = self.checks.get(place)
         if check is None:
             check = self.checks[place] = _Check(item.storage_index.fqn, info, payload, [])
+        if not self.claim(item.dest_index.fqn, target):
+            self.flush()  # two keys of one memory (tied weights): the later one is to stay
+            self.claim(item.dest_index.fqn, target)
         # Elements that share their memory (expand) are for copy_ to refuse.
         alike = target.dtype == payload.dtype and 0 not in target.stride()
         if alike and self.add_box(check, item.storage_offsets, target, payload):
@@ -326,9 +356,21 @@ class _Load:
             if self.temporary_bytes + source.nbytes > _TEMPORARY_BYTES:
                 self.flush()
             if not self.add_box(check, offsets, source, payload):
-                raise TypeError(f"{check.key}: cannot be read into {target.device}")
+                # A box with gaps in the file cannot be scattered in the memory of a GPU.
+                source = source.cpu()
+                if not self.add_box(check, offsets, source, payload):
+                    raise TypeError(f"{check.key}: a tensor of {payload.dtype} cannot be read")
             self.temporaries.append(_Temporary(source, part))
             self.temporary_bytes += source.nbytes
+
+    def claim(self, key: str, target: torch.Tensor) -> bool:
+        """Note what memory a key is read into; False where another key is, in this job."""
+        if type(target) is not torch.Tensor or target.numel() == 0:
+            return True
+        begin = target.data_ptr()
+        extent = sum((n - 1) * s for n, s in zip(target.shape, target.stride(), strict=True)) + 1
+        claims = self.claims.setdefault(target.untyped_storage().data_ptr(), _Claims())
+        return claims.add(begin, begin + extent * target.itemsize, key)
 
     def add_box(
         self, check: _Check, offsets: Sequence[int], target: torch.Tensor, payload: Payload
@@ -392,7 +434,7 @@ class _Load:
             self.jobs.append(self.job)
         file = self.files.get(name)
         if file is None:
-            file = self.files[name] = self.job.add_file(str(self.reader.path / name))
+            file = self.files[name] = self.job.add_file(os.fsencode(self.reader.path / name))
         return self.job, file
 
     def flush(self) -> list[int]:
@@ -407,6 +449,7 @@ class _Load:
         self.job = None
         self.files = {}
         self.pending = []
+        self.claims = {}
         self.temporaries = []
         self.temporary_bytes = 0
         return checksums

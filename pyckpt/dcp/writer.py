@@ -95,6 +95,7 @@ class DirectWriter(StorageWriter):
         self._rank = 0
         self._use_collectives = True
         self._alone = False
+        self._is_coordinator = False
         self._save_id = commit.new_save_id()
         self._job: _C.WriteJob | None = None
         self._data_file: Path | None = None
@@ -142,12 +143,21 @@ class DirectWriter(StorageWriter):
         self._use_collectives = kwargs.get("use_collectives", True)
         # DCP calls `reset` for some saves only, and a name must never come twice.
         self._save_id = commit.new_save_id()
+        self._forget_data_file()
         self._data_file = None
         self._alone = False
+        self._is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         commit.make_directory(self.path, sync=self.sync_files)
+        self._sweep_remains()
         metadata = self.path / self._metadata_name()
+        if not self._use_collectives and (self.path / commit.metadata_name()).exists():
+            _logger.warning(
+                "%s: a checkpoint that was saved with collectives is there, and DCP loads that one "
+                "rather than what each rank now saves for itself",
+                self.path,
+            )
         if not self.overwrite and metadata.exists():
             raise FileExistsError(
                 errno.EEXIST, "a checkpoint is there already, and overwrite=False", str(metadata)
@@ -178,6 +188,22 @@ class DirectWriter(StorageWriter):
         finally:
             self._forget_data_file()
 
+    def _sweep_remains(self) -> None:
+        """Make room: remove what earlier saves that failed left, of all ranks, before any rank of
+        this save writes."""
+        if self._is_coordinator or not self._use_collectives:
+            with _commit_lock:
+                commit.remove_remains(self.path, self._unfinished_names(), rank=self._own_rank())
+
+    def _own_rank(self) -> int | None:
+        """The rank whose files this process may remove; None for all."""
+        return None if self._use_collectives else self._rank
+
+    def _unfinished_names(self) -> set[str]:
+        here = os.path.realpath(self.path)
+        others = tuple(_unfinished)
+        return {path.name for path in others if os.path.realpath(path.parent) == here}
+
     def _commit(self, data: bytes, named: set[str]) -> None:
         if self._data_file is not None and not self._data_file.exists():
             raise FileNotFoundError(
@@ -185,13 +211,11 @@ class DirectWriter(StorageWriter):
             )
         name = self._metadata_name()
         commit.commit_metadata(self.path, name, data, sync=self.sync_files)
-        others = tuple(_unfinished)
-        unfinished = {path.name for path in others if path.parent == self.path}
         commit.remove_unnamed(
             self.path,
-            named | unfinished,
+            named | self._unfinished_names(),
             committed=name,
-            rank=None if self._use_collectives else self._rank,
+            rank=self._own_rank(),
         )
 
     def _forget_data_file(self) -> None:
@@ -209,7 +233,7 @@ class DirectWriter(StorageWriter):
             _unfinished.add(self._data_file)
         try:
             self._job = job = engine.native.write(
-                str(self._data_file),
+                os.fsencode(self._data_file),
                 direct=self.direct,
                 sync=self.sync_files,
                 preallocate=_expected_size(plan),
@@ -221,6 +245,8 @@ class DirectWriter(StorageWriter):
                 job.abandon()
         except BaseException:
             self._forget_data_file()
+            # The job removes its file, unless it was through with it.
+            self._data_file.unlink(missing_ok=True)
             raise
         self._tell_fallback(job)
         with collector_paused():
@@ -245,6 +271,15 @@ class DirectWriter(StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         # A writer crosses to DCP's background process as its settings.
         return {**self.__dict__, "_job": None, "_data_file": None}
+
+
+def _renew_lock() -> None:
+    # A fork while another thread held it would leave it locked in the child for ever.
+    global _commit_lock
+    _commit_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _info(name: str, raw: _Raw, place: tuple[int, int, int, int, int]) -> _StorageInfo:

@@ -15,7 +15,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pyckpt.errors import PyckptError
@@ -27,6 +27,7 @@ __all__ = [
     "make_directory",
     "metadata_name",
     "new_save_id",
+    "remove_remains",
     "remove_unnamed",
     "sync_directory",
 ]
@@ -115,7 +116,8 @@ def commit_metadata(directory: Path, name: str, data: bytes, *, sync: bool) -> N
                 os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # the first error is the one that matters
+            temporary.unlink()
         raise
     if sync:
         sync_directory(directory)
@@ -133,14 +135,35 @@ def remove_unnamed(
     try:
         names = os.listdir(directory)
         unnamed = {name for name in names if _is_data_file(name, rank)} - named
-        others = {name for name in names if _METADATA_FILE.fullmatch(name)} - {committed}
-        if unnamed:
-            for name in others:
-                unnamed -= metadata_format.data_files(metadata_format.read(directory / name)).keys()
+        _remove(directory, unnamed, {*filter(_METADATA_FILE.fullmatch, names)} - {committed})
     except (OSError, PyckptError) as error:
         _logger.warning("%s: files of earlier saves were not looked for: %s", directory, error)
-        return
-    for name in unnamed:
+
+
+def remove_remains(directory: Path, keep: set[str], *, rank: int | None = None) -> None:
+    """Remove the data files, of one rank or of all, that saves which failed have left.
+
+    Call it before a save writes, so that remains on a full disk do not keep the next save from
+    having its room. Looks closer, at what the metadata names, only where there is more than a
+    checkpoint has: two files of one rank, or any without metadata.
+    """
+    try:
+        names = os.listdir(directory)
+        data = {name for name in names if _is_data_file(name, rank)} - keep
+        metadata = {*filter(_METADATA_FILE.fullmatch, names)}
+        ranks = [name.split("_")[2] for name in data]
+        if not metadata or len(ranks) != len(set(ranks)):
+            _remove(directory, data, metadata)
+    except (OSError, PyckptError) as error:
+        _logger.warning("%s: files of earlier saves were not looked for: %s", directory, error)
+
+
+def _remove(directory: Path, names: set[str], metadata: set[str]) -> None:
+    """Remove those of the data files that none of the metadata files names."""
+    if names:
+        for name in metadata:
+            names -= metadata_format.data_files(metadata_format.read(directory / name)).keys()
+    for name in names:
         try:
             os.unlink(directory / name)
         except FileNotFoundError:

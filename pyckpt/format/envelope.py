@@ -120,7 +120,7 @@ def _checked_template(dtype: torch.dtype) -> _Template | None:
         return None
     try:
         template = _read_template(dtype)
-        tensor = torch.empty((3, 2), dtype=dtype)
+        tensor = torch.empty((3, 2), dtype=dtype, device="cpu")
         tensor.view(torch.uint8).fill_(0)
         payload = bytes(tensor.numel() * tensor.itemsize)
         envelope = _make_envelope(template, (3, 2), (1, 3), len(payload))
@@ -129,7 +129,7 @@ def _checked_template(dtype: torch.dtype) -> _Template | None:
         if loaded.dtype != dtype or loaded.shape != (3, 2) or loaded.stride() != (1, 3):
             raise ValueError(f"an envelope for (3, 2), strides (1, 3) came back as {loaded}")
     except Exception as error:
-        _logger.info("%s is written with torch.save: %s", dtype, error)
+        _logger.warning("%s is written slowly, with torch.save: %s", dtype, error)
         return None
     return template
 
@@ -175,7 +175,7 @@ class _TemplatePickler(pickle.Pickler):
 
 def _read_template(dtype: torch.dtype) -> _Template:
     file = io.BytesIO()
-    torch.save(torch.empty(1, dtype=dtype), file)
+    torch.save(torch.empty(1, dtype=dtype, device="cpu"), file)
     with zipfile.ZipFile(file) as archive:
         names = archive.namelist()
         root = names[0].split("/")[0]

@@ -523,7 +523,9 @@ TEST_F(WriteJobTest, AddThrowsWithoutWaitingForFinish) {
   job->add(nullptr, bad.source);
   EXPECT_THROW(
       {
-        for (int i = 0; i < 10000; ++i) feed(job.get(), {good});
+        for (int i = 0; i < 10000; ++i) {
+          if (!job->add(nullptr, good.source)) job->wait_for_room();
+        }
       },
       CudaError);
   job->abandon();
@@ -542,13 +544,15 @@ TEST_F(WriteJobTest, ALaterErrorDoesNotReplaceTheFirst) {
     both.wait();
     throw CudaError("early");
   });
-  const Sample good = make_sample(nullptr, "abc");
+  const Sample good = make_sample(nullptr, random_bytes(random_, 4096));
   const auto job = pool.start(path_, unsynced());
   job->add(nullptr, late.source);
   job->add(nullptr, early.source);
   EXPECT_THROW(
       {
-        for (int i = 0; i < 10000; ++i) feed(job.get(), {good});
+        for (int i = 0; i < 10000; ++i) {
+          if (!job->add(nullptr, good.source)) job->wait_for_room();
+        }
       },
       CudaError);
   failed.open();
