@@ -21,6 +21,9 @@ constexpr size_t kAssumedAlignment = 4096;
 // The kernel moves no more than this in one call, whatever is asked (MAX_RW_COUNT).
 constexpr size_t kTransferMax = 0x7ffff000;
 
+// How often a direct write may move less than a block before it is not tried any more.
+constexpr int kStallsMax = 8;
+
 // Not every libc that we build against declares these; the values are kernel ABI (linux/stat.h).
 #ifndef STATX_DIOALIGN
 #define STATX_DIOALIGN 0x00002000U
@@ -148,6 +151,7 @@ void File::preallocate(uint64_t size) {
 
 void File::write(const void* data, size_t size, uint64_t offset) {
   const char* from = static_cast<const char*>(data);
+  int stalls = 0;
   while (size > 0) {
     const bool was_direct = direct();
     const ssize_t written =
@@ -164,7 +168,8 @@ void File::write(const void* data, size_t size, uint64_t offset) {
     size_t advance = static_cast<size_t>(written);
     // A short direct write may end off the grid; its last, partial block is written again.
     if (was_direct && advance < size) advance -= advance % offset_alignment_;
-    if (advance == 0) stop_direct(EIO, "pwrite");  // not one block at a time: no use to insist
+    // Not even one block, again and again: the rest goes through the page cache.
+    if (advance == 0 && ++stalls == kStallsMax) stop_direct(EIO, "pwrite");
     from += advance;
     offset += advance;
     size -= advance;

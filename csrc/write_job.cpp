@@ -48,7 +48,7 @@ WriteJob::WriteJob(SlotRing* ring, IoThreads* threads, const WriteOptions& optio
 WriteJob::~WriteJob() { abandon(); }
 
 bool WriteJob::add(std::shared_ptr<const Envelope> envelope, Source source) {
-  rethrow_if_failed();
+  check_running();
   image_.add(std::move(envelope), std::move(source), &full_);
   items_added_.fetch_add(1, std::memory_order_relaxed);
   bytes_added_.store(image_.size(), std::memory_order_relaxed);
@@ -56,6 +56,11 @@ bool WriteJob::add(std::shared_ptr<const Envelope> envelope, Source source) {
   std::lock_guard lock(mutex_);
   publish();
   return has_room();
+}
+
+void WriteJob::check_running() {
+  rethrow_if_failed();
+  if (ended_) throw std::logic_error("the job was finished already");
 }
 
 void WriteJob::wait_for_room() {
@@ -80,7 +85,7 @@ void WriteJob::publish() {
 }
 
 void WriteJob::finish() {
-  rethrow_if_failed();
+  check_running();
   image_.finish(&full_);
   bytes_added_.store(image_.size(), std::memory_order_relaxed);
   {

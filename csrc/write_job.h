@@ -46,7 +46,7 @@ struct WriteStatistics {
 };
 
 // One file on its way to disk. One thread, the feeder, calls `add` and then `finish` or `abandon`;
-// the engine's threads do the work; `statistics` and `consumed` may be called from anywhere.
+// the engine's threads do the work; `statistics` may be called from anywhere.
 //
 // The first error anywhere stops all of it and is thrown from every later call. A job that was not
 // finished, for whatever reason, removes its file.
@@ -85,6 +85,7 @@ class WriteJob : public Job, public std::enable_shared_from_this<WriteJob> {
 
   WriteJob(SlotRing* ring, IoThreads* threads, const WriteOptions& options, File file);
 
+  void check_running();
   void publish();
   bool has_room() const;
   void close_file();

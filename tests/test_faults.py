@@ -308,8 +308,9 @@ class Fault(NamedTuple):
 
 DATA = r"/__0_\w+\.distcp"
 
+# The first directory that is opened, and closed, is the one in which remains are looked for.
 FAULTS = {
-    "open-data": Fault("openat:error=EMFILE:when=1", errno.EMFILE, DATA, "open failed"),
+    "open-data": Fault("openat:error=EMFILE:when=2", errno.EMFILE, DATA, "open failed"),
     "fcntl": Fault("fcntl:error=EIO:when=2", errno.EIO, DATA, "fcntl failed"),
     "fallocate": Fault(
         "fallocate:error=ENOSPC:when=1", errno.ENOSPC, DATA, r"fallocate failed: .* at offset 0\)"
@@ -330,13 +331,13 @@ FAULTS = {
         "ftruncate:error=EIO:when=1", errno.EIO, DATA, r"ftruncate failed: .*to \d+ bytes"
     ),
     "sync-data": Fault("fsync:error=EIO:when=1", errno.EIO, DATA, "fsync failed"),
-    "close-data": Fault("close:error=ENOSPC:when=1", errno.ENOSPC, DATA, "close failed"),
-    "open-directory": Fault("openat:error=EMFILE:when=2", errno.EMFILE, "", "open failed"),
+    "close-data": Fault("close:error=ENOSPC:when=2", errno.ENOSPC, DATA, "close failed"),
+    "open-directory": Fault("openat:error=EMFILE:when=3", errno.EMFILE, "", "open failed"),
     "sync-directory": Fault("fsync:error=EIO:when=2", errno.EIO, "", "fsync failed"),
-    "open-metadata": Fault("openat:error=ENOSPC:when=3", errno.ENOSPC, r"/\.metadata\.tmp", ""),
+    "open-metadata": Fault("openat:error=ENOSPC:when=4", errno.ENOSPC, r"/\.metadata\.tmp", ""),
     "write-metadata": Fault("write:error=ENOSPC:when=1", errno.ENOSPC, r"/\.metadata\.tmp", ""),
     "sync-metadata": Fault("fsync:error=EIO:when=3", errno.EIO, r"/\.metadata\.tmp", ""),
-    "close-metadata": Fault("close:error=EDQUOT:when=3", errno.EDQUOT, r"/\.metadata\.tmp", ""),
+    "close-metadata": Fault("close:error=EDQUOT:when=4", errno.EDQUOT, r"/\.metadata\.tmp", ""),
     "rename": Fault("rename:error=EIO:when=1", errno.EIO, r"/\.metadata\.tmp", ""),
 }
 

@@ -359,10 +359,10 @@ TEST_F(FileTest, PreallocationIsAHelpNotAPromise) {
   hooks.fallocate = [&](int, off_t) { return refuse(answers[calls++]); };
   const HookedKernel hooked(hooks);
   File file = create(Direct::kOff);
-  file.preallocate(5000);
-  EXPECT_EQ(calls, 2);
-  file.preallocate(5000);
-  EXPECT_EQ(calls, 3);
+  for (int call = 1; call <= 3; ++call) {
+    file.preallocate(5000);
+    EXPECT_EQ(calls, call);  // not repeated
+  }
   EXPECT_EQ(error_of([&] { file.preallocate(5000); }).error_number(), EFBIG);
 }
 
