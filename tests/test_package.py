@@ -113,7 +113,3 @@ def test_a_patch_release_of_torch_is_fine(monkeypatch: pytest.MonkeyPatch) -> No
     release = ".".join(torch.__version__.split("+")[0].split(".")[:2])
     monkeypatch.setattr(_build, "torch_version", f"{release}.99+cu999")
     _extension.check_extension()
-
-
-def test_nothing_names_absolute_paths_of_a_machine() -> None:
-    assert not re.search(r"/(home|root|work)/", (ROOT / "_C.pyi").read_text())
