@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -245,8 +246,9 @@ class DirectWriter(StorageWriter):
                 job.abandon()
         except BaseException:
             self._forget_data_file()
-            # The job removes its file, unless it was through with it.
-            self._data_file.unlink(missing_ok=True)
+            # The job removes its file, unless it was through with it. The first error counts.
+            with suppress(OSError):
+                self._data_file.unlink()
             raise
         self._tell_fallback(job)
         with collector_paused():
