@@ -110,10 +110,10 @@ class PyWriteJob {
     return true;
   }
 
-  // Adds tensors up to the first that cannot be added; returns how many.
-  size_t add_tensors(const py::list& tensors, const py::list& envelopes) {
+  // Adds tensors from number `begin` up to the first that cannot be added; returns its number.
+  size_t add_tensors(const py::list& tensors, const py::list& envelopes, size_t begin) {
     const size_t count = std::min(tensors.size(), envelopes.size());
-    for (size_t i = 0; i < count; ++i) {
+    for (size_t i = begin; i < count; ++i) {
       const py::handle tensor = PyList_GET_ITEM(tensors.ptr(), static_cast<py::ssize_t>(i));
       const py::handle envelope = PyList_GET_ITEM(envelopes.ptr(), static_cast<py::ssize_t>(i));
       if (envelope.is_none() || !THPVariable_Check(tensor.ptr())) return i;
@@ -319,7 +319,8 @@ void register_write_job(py::module_& module) {
            }),
            py::arg("engine"), py::arg("path"), py::kw_only(), py::arg("direct") = "auto",
            py::arg("sync") = true, py::arg("preallocate") = 0)
-      .def("add_tensors", &PyWriteJob::add_tensors, py::arg("tensors"), py::arg("envelopes"))
+      .def("add_tensors", &PyWriteJob::add_tensors, py::arg("tensors"), py::arg("envelopes"),
+           py::arg("begin") = 0)
       .def("add_tensor", &PyWriteJob::add_tensor, py::arg("tensor"), py::arg("envelope"))
       .def("add_bytes", &PyWriteJob::add_bytes, py::arg("buffer"))
       .def("finish", &PyWriteJob::finish)

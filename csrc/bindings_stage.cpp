@@ -136,7 +136,8 @@ class PyStaging {
     job_.reset();
   }
 
-  py::list tensors() const { return tensors_; }
+  // Their memory then lives as long as they do, or until `release`.
+  py::list take_tensors() { return std::exchange(tensors_, py::list()); }
   uint64_t streamed_volatile_bytes() const { return streamed_volatile_bytes_; }
   StageStatistics statistics() const { return job_->statistics(); }
 
@@ -256,7 +257,7 @@ void register_staging(py::module_& module) {
            }),
            py::arg("engine"), py::arg("leaves"), py::kw_only(), py::arg("guarded") = nullptr,
            py::arg("wanted") = std::nullopt, py::arg("shared") = false)
-      .def_property_readonly("tensors", &PyStaging::tensors)
+      .def("take_tensors", &PyStaging::take_tensors)
       .def_property_readonly("streamed_volatile_bytes", &PyStaging::streamed_volatile_bytes)
       .def("statistics", &PyStaging::statistics)
       .def("wait", &PyStaging::wait)

@@ -7,6 +7,7 @@
         ├── CorruptCheckpoint        bytes on disk are not the bytes that were saved
         ├── UnsafeCheckpoint         a file asks for a class that loading does not allow
         ├── LoadError                a checkpoint and the state it is loaded into do not fit
+        ├── StagerBusy               saves under way leave no memory for another
         ├── EngineClosed             an engine was used after ``close()``
         └── CudaError                a CUDA call failed
 
@@ -21,6 +22,7 @@ __all__ = [
     "EngineClosed",
     "LoadError",
     "PyckptError",
+    "StagerBusy",
     "UnsafeCheckpoint",
 ]
 
@@ -97,6 +99,10 @@ class LoadError(PyckptError):
         self.unexpected = unexpected
         self.mismatched = mismatched
         self.failures = failures or {}
+
+
+class StagerBusy(PyckptError):
+    """Saves under way leave no memory for another, which was not to wait for it."""
 
 
 class EngineClosed(PyckptError):

@@ -430,7 +430,8 @@ class _Load:
             self.flush()
             self.job = _C.ReadJob(
                 self.engine.native,
-                direct=self.reader.direct, checksum=self.reader.verify == "items"
+                direct=self.reader.direct,
+                checksum=self.reader.verify == "items",
             )
             self.jobs.append(self.job)
         file = self.files.get(name)
