@@ -53,13 +53,13 @@ class _ToHost(TorchFunctionMode):
 
 
 def copy_object(value: Any) -> Any:
-    """A copy of an object that DCP will pickle, made at once; with the tensors in it on the host."""
+    """A copy of an object that DCP will pickle, with the tensors in it on the host."""
     with torch.no_grad(), _ToHost():
         return copy.deepcopy(value)
 
 
 def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor that is more than its memory (sparse, quantized, of a class of its own)."""
+    """A copy of a tensor that is more than its memory: sparse, quantized, of its own class."""
     with torch.no_grad():
         return tensor.detach().to("cpu", copy=True)
 

@@ -188,7 +188,8 @@ def _placed_as(leaf: DTensor, placement: Any) -> bool:
 class SavePlanner(DefaultSavePlanner):
     """A ``SavePlanner`` for state dicts that look the same at every save::
 
-        dcp.async_save(state_dict, storage_writer=pyckpt.DirectWriter(path), planner=pyckpt.SavePlanner())
+        writer = pyckpt.DirectWriter(path)
+        dcp.async_save(state_dict, storage_writer=writer, planner=pyckpt.SavePlanner())
 
     The first save of a state dict plans as stock does, with the same outcome. Later ones, as long
     as keys, shapes, dtypes and placements stay, spend no Python on single tensors and send no
