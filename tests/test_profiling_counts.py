@@ -94,9 +94,7 @@ def test_what_stays_on_the_host_is_not_counted() -> None:
         ),
     ],
 )
-def test_copies(
-    copy: Callable[[torch.Tensor, torch.Tensor], Any], expected: CopyCounts
-) -> None:
+def test_copies(copy: Callable[[torch.Tensor, torch.Tensor], Any], expected: CopyCounts) -> None:
     with fake_cuda():
         device, host = torch.zeros(2, 3, device=DEVICE), torch.zeros(2, 3)
         with count_syncs() as counts:
