@@ -3,6 +3,7 @@ variants with fewer and more columns and tables, as other versions have."""
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,27 +14,24 @@ PROCESS = 0x01_000123_000000
 MAIN, WORKER = PROCESS | 0x123, PROCESS | 0x456
 OTHER_PROCESS = 0x01_000777_000000
 
+SCHEMA = """
+StringIds: id value
+ThreadNames: nameId priority globalTid
+META_DATA_EXPORT: name value
+CUPTI_ACTIVITY_KIND_RUNTIME: start end eventClass globalTid correlationId nameId returnValue
+    callchainId
+CUPTI_ACTIVITY_KIND_SYNCHRONIZATION: start end deviceId contextId greenContextId streamId
+    correlationId globalPid syncType eventId
+CUPTI_ACTIVITY_KIND_MEMCPY: start end deviceId contextId greenContextId streamId correlationId
+    globalPid bytes copyKind deprecatedSrcId srcKind dstKind srcDeviceId srcContextId dstDeviceId
+    dstContextId migrationCause graphNodeId virtualAddress
+NVTX_EVENTS: start end eventType rangeId category color text globalTid endGlobalTid textId domainId
+    uint64Value int64Value doubleValue uint32Value int32Value floatValue jsonTextId jsonText
+    binaryData
+"""
 COLUMNS = {
-    "StringIds": ["id", "value"],
-    "ThreadNames": ["nameId", "priority", "globalTid"],
-    "META_DATA_EXPORT": ["name", "value"],
-    "CUPTI_ACTIVITY_KIND_RUNTIME": (
-        "start end eventClass globalTid correlationId nameId returnValue callchainId".split()
-    ),
-    "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION": (
-        "start end deviceId contextId greenContextId streamId correlationId globalPid syncType "
-        "eventId".split()
-    ),
-    "CUPTI_ACTIVITY_KIND_MEMCPY": (
-        "start end deviceId contextId greenContextId streamId correlationId globalPid bytes "
-        "copyKind deprecatedSrcId srcKind dstKind srcDeviceId srcContextId dstDeviceId "
-        "dstContextId migrationCause graphNodeId virtualAddress".split()
-    ),
-    "NVTX_EVENTS": (
-        "start end eventType rangeId category color text globalTid endGlobalTid textId domainId "
-        "uint64Value int64Value doubleValue uint32Value int32Value floatValue jsonTextId jsonText "
-        "binaryData".split()
-    ),
+    table: columns.split()
+    for table, columns in re.findall(r"^(\w+):((?: +\w+|\n +\w+)+)", SCHEMA, re.MULTILINE)
 }
 ENUMS = {
     "ENUM_CUDA_MEMCPY_OPER": {

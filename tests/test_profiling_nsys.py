@@ -331,7 +331,7 @@ def test_an_nsys_rep_that_cannot_be_exported(
     with pytest.raises(FileNotFoundError, match="No such file"):
         read(recorded)
     recorded.write_bytes(b"?")
-    with pytest.raises(FileNotFoundError, match="nsys is not installed here.*run\\.nsys-rep"):
+    with pytest.raises(FileNotFoundError, match=r"nsys is not installed here.*run\.nsys-rep"):
         read(recorded)
     fake_nsys(tmp_path, "sys.exit('cannot read this report')", monkeypatch)
     with pytest.raises(ValueError, match=r"nsys export failed \(1\): cannot read this report"):

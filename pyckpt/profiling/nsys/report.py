@@ -5,35 +5,25 @@ from __future__ import annotations
 import difflib
 import math
 import os
-import re
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pyckpt.profiling.nsys import database as db
-from pyckpt.profiling.nsys.ranges import Span, enclosing, process_of, read_spans
-
-WaitKind = Literal["stream", "device", "event", "copy"]
-
-# What nsys records of calls that make the host wait. Enqueuing a wait (cudaStreamWaitEvent) does
-# not; it has the sync type 2.
-_WAITING_CALLS: dict[str, WaitKind] = {
-    "cudaStreamSynchronize": "stream",
-    "cudaDeviceSynchronize": "device",
-    "cudaThreadSynchronize": "device",
-    "cudaEventSynchronize": "event",
-    "cuStreamSynchronize": "stream",
-    "cuCtxSynchronize": "device",
-    "cuEventSynchronize": "event",
-}
-_SYNC_TYPES: dict[str, WaitKind] = {
-    "EVENT_SYNCHRONIZE": "event",
-    "STREAM_SYNCHRONIZE": "stream",
-    "CONTEXT_SYNCHRONIZE": "device",
-}
-_BLOCKING_COPY = re.compile(r"cu(da)?Memcpy(?!.*Async)")
-_UNKNOWN = "(unknown)"
+from pyckpt.profiling.nsys.activities import (
+    UNKNOWN,
+    Call,
+    Copy,
+    WaitKind,
+    by_correlation,
+    by_thread,
+    kind_of,
+    read_calls,
+    read_copies,
+    read_waits,
+)
+from pyckpt.profiling.nsys.ranges import Span, enclosing, read_spans
 
 
 @dataclass(frozen=True)
@@ -101,29 +91,6 @@ class Totals:
     def syncs(self) -> int:
         """Stream, device and event synchronisations."""
         return self.stream_syncs + self.device_syncs + self.event_syncs
-
-
-_Key = tuple["int | None", "int | None"]
-"""A process and a correlation id, by which CUPTI says which call led to what."""
-
-
-@dataclass(frozen=True)
-class _Call:
-    start: int
-    end: int
-    thread: int | None
-    process: int | None
-    correlation: int | None
-    api: str
-
-
-@dataclass(frozen=True)
-class _Copy:
-    direction: str
-    source: str
-    destination: str
-    bytes: int
-    nanoseconds: int
 
 
 class Report:
@@ -219,29 +186,29 @@ class Report:
     # --- reading ------------------------------------------------------------------------------
 
     def _collect(self, database: db.Database, spans: list[Span]) -> None:
-        calls = _read_calls(database)
-        by_correlation = _correlated(calls)
-        waits = _waits(database)
-        copies = _read_copies(database)
+        calls = read_calls(database)
+        led_by = by_correlation(calls)
+        waits = read_waits(database)
+        copies = read_copies(database)
 
-        matched: dict[_Call, list[_Copy]] = defaultdict(list)
+        matched: dict[Call, list[Copy]] = defaultdict(list)
         for key, group in copies.items():
-            call = by_correlation.get(key)
+            call = led_by.get(key)
             if call is None:
                 for copy in group:
-                    self._add_copy(None, _UNKNOWN, _UNKNOWN, copy)
+                    self._add_copy(None, UNKNOWN, UNKNOWN, copy)
             else:
                 matched[call] += group
-        activities: dict[_Call, WaitKind] = {}
+        activities: dict[Call, WaitKind] = {}
         for key, kinds in waits.items():
-            call = by_correlation.get(key)
+            call = led_by.get(key)
             if call is not None:
                 activities[call] = kinds[0][0]
                 continue
             for kind, nanoseconds in kinds:
-                self._add_wait(None, (_UNKNOWN, _UNKNOWN, kind), nanoseconds)
+                self._add_wait(None, (UNKNOWN, UNKNOWN, kind), nanoseconds)
 
-        for thread_calls in _by_thread(calls).values():
+        for thread_calls in by_thread(calls).values():
             first = thread_calls[0]
             own = [
                 span
@@ -259,7 +226,7 @@ class Report:
                 for copy in matched.get(call, ()):
                     for scope in scopes:
                         self._add_copy(scope, thread, call.api, copy)
-                wait = _kind(call, activities.get(call), matched.get(call))
+                wait = kind_of(call, activities.get(call), matched.get(call))
                 # The runtime waits by calling the driver, which may be in the report as well.
                 if wait is None or call.end <= outer_end:
                     continue
@@ -274,7 +241,7 @@ class Report:
         entry[0] += 1
         entry[1] += nanoseconds
 
-    def _add_copy(self, scope: str | None, thread: str, api: str, copy: _Copy) -> None:
+    def _add_copy(self, scope: str | None, thread: str, api: str, copy: Copy) -> None:
         key = (thread, api, copy.direction, copy.source, copy.destination)
         entry = self._copies[scope].setdefault(key, [0, 0, 0])
         entry[0] += 1
@@ -283,7 +250,7 @@ class Report:
 
     def _thread_name(self, thread: int | None) -> str:
         if thread is None:
-            return _UNKNOWN
+            return UNKNOWN
         return f"{self._names.get(thread, 'thread')} {thread & 0xFFFFFF}"
 
 
@@ -330,84 +297,3 @@ def _thread_names(database: db.Database) -> dict[int, str]:
     rows = list(database.rows("ThreadNames", ("globalTid", "nameId")))
     strings = database.strings({name for _, name in rows})
     return {thread: strings[name] for thread, name in rows if name in strings}
-
-
-def _read_calls(database: db.Database) -> list[_Call]:
-    """The calls that wait, and those that copied or are said to have waited."""
-    strings = database.strings({name for (name,) in database.rows(db.CALLS, ("nameId",))})
-    apis = {id: db.base_name(name) for id, name in strings.items()}
-    waiting = {id for id, api in apis.items() if api in _WAITING_CALLS}
-    correlated = {
-        correlation
-        for table in (db.COPIES, db.SYNCS)
-        for (correlation,) in database.rows(table, ("correlationId",))
-    }
-    columns = ("start", "end", "globalTid", "correlationId", "nameId")
-    return [
-        _Call(start, end, thread, process_of(thread), correlation, apis.get(name, _UNKNOWN))
-        for start, end, thread, correlation, name in database.rows(db.CALLS, columns)
-        if name in waiting or (correlation is not None and correlation in correlated)
-    ]
-
-
-def _correlated(calls: list[_Call]) -> dict[_Key, _Call]:
-    found: dict[_Key, _Call] = {}
-    for call in calls:
-        if call.correlation is not None:
-            found[call.process, call.correlation] = call
-            # For activities without a column that says whose they are.
-            found.setdefault((None, call.correlation), call)
-    return found
-
-
-def _by_thread(calls: list[_Call]) -> dict[int | None, list[_Call]]:
-    groups: dict[int | None, list[_Call]] = defaultdict(list)
-    # Of calls that begin together, the outermost first.
-    for call in sorted(calls, key=lambda call: (call.start, -call.end)):
-        groups[call.thread].append(call)
-    return groups
-
-
-def _waits(database: db.Database) -> dict[_Key, list[tuple[WaitKind, int]]]:
-    """What CUPTI recorded of waits by process and correlation id: kinds and nanoseconds."""
-    types = database.enumeration("ENUM_CUPTI_SYNC_TYPE")
-    columns = ("start", "end", "globalPid", "correlationId", "syncType")
-    waits: dict[_Key, list[tuple[WaitKind, int]]] = defaultdict(list)
-    for start, end, process, correlation, type_id in database.rows(db.SYNCS, columns):
-        kind = _SYNC_TYPES.get(types.get(type_id, ""))
-        if kind is not None:
-            waits[process_of(process), correlation].append((kind, end - start))
-    return waits
-
-
-def _read_copies(database: db.Database) -> dict[_Key, list[_Copy]]:
-    directions = database.enumeration("ENUM_CUDA_MEMCPY_OPER")
-    memories = database.enumeration("ENUM_CUDA_MEM_KIND")
-
-    def memory(kind: int | None) -> str:
-        return "unknown" if kind is None else memories.get(kind, f"kind {kind}").lower()
-
-    groups: dict[_Key, list[_Copy]] = defaultdict(list)
-    columns = (
-        *("start", "end", "globalPid", "correlationId"),
-        *("bytes", "copyKind", "srcKind", "dstKind"),
-    )
-    for start, end, process, correlation, size, kind, source, target in database.rows(
-        db.COPIES, columns
-    ):
-        # DTOH -> d2h, UVM_HTOD -> uvm_h2d
-        direction = directions.get(kind, f"kind {kind}").lower().replace("to", "2")
-        groups[process_of(process), correlation].append(
-            _Copy(direction, memory(source), memory(target), size, end - start)
-        )
-    return groups
-
-
-def _kind(call: _Call, activity: WaitKind | None, copies: list[_Copy] | None) -> WaitKind | None:
-    """How the call makes the host wait, if it does."""
-    if call.api in _WAITING_CALLS:
-        return _WAITING_CALLS[call.api]
-    if copies and _BLOCKING_COPY.match(call.api):
-        # Between devices, or within one, these do not wait.
-        return "copy" if any(c.direction in ("d2h", "h2d") for c in copies) else None
-    return activity
