@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from _fake_cuda import fake_cuda
 from torch.cuda import _gpu_trace
 from torch.testing._internal.two_tensor import TwoTensor
 
-from pyckpt.profiling import CopyCounts, SyncCounts, count_syncs, trace
+from pyckpt.profiling import CopyCounts, SyncCounts, count_syncs, fake_cuda, trace
 
 DEVICE = "cuda:0"
 
@@ -52,6 +51,15 @@ def test_a_scalar_counts_its_own_bytes() -> None:
     with fake_cuda(), count_syncs() as counts:
         torch.zeros((), device=DEVICE, dtype=torch.float64).item()
     assert counts.d2h_bytes == 8
+
+
+@pytest.mark.parametrize(
+    ("dtype", "answer"), [(torch.float64, 2.5), (torch.int64, 2), (torch.bool, True)]
+)
+def test_fakes_answer_in_kind(dtype: torch.dtype, answer: float) -> None:
+    with fake_cuda(answer=2.5):
+        found = torch.zeros((), device=DEVICE, dtype=dtype).item()
+    assert (type(found), found) == (type(answer), answer)
 
 
 def test_what_stays_on_the_host_is_not_counted() -> None:

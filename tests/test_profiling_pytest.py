@@ -26,7 +26,7 @@ BEGIN = """
     import pytest
     import torch
     from torch.cuda._gpu_trace import StreamSynchronizationCallbacks
-    from _fake_cuda import fake_cuda
+    from pyckpt.profiling import fake_cuda
 
     def read(scalar):
         return scalar.item()  # the offender
@@ -82,7 +82,7 @@ TESTS = """
 
 def test_fixtures(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     # In a process of its own: torch cannot be imported twice, as an inner run in this one does.
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests"))))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     pytester.makepyfile(test_inner=BEGIN + TESTS)
     result = pytester.runpytest_subprocess("-p", "pyckpt_pytest", "-q")
