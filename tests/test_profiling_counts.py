@@ -62,6 +62,23 @@ def test_fakes_answer_in_kind(dtype: torch.dtype, answer: float) -> None:
     assert (type(found), found) == (type(answer), answer)
 
 
+def test_fakes_move_as_tensors_do() -> None:
+    """A torch without CUDA takes a way of its own for these."""
+    with fake_cuda():
+        host = torch.zeros(2, 3)
+        device = host.to("cuda")
+        assert device.device == torch.device("cuda", 0)
+        assert device.to("cuda:0") is device
+        assert device.to(torch.float32) is device
+        assert device.to("cuda:0", copy=True) is not device
+        assert device.to("cuda:0", torch.float32, False, True) is not device
+        assert device.to(torch.float64).dtype == torch.float64
+        assert host.to(device).device == device.device
+        assert host.to(device="cuda:0", dtype=torch.int32).dtype == torch.int32
+        assert device.copy_(host) is device
+        assert device.to(memory_format=torch.contiguous_format).shape == (2, 3)
+
+
 def test_what_stays_on_the_host_is_not_counted() -> None:
     with fake_cuda(), count_syncs() as counts:
         x = torch.zeros(3)
@@ -94,11 +111,20 @@ def test_what_stays_on_the_host_is_not_counted() -> None:
             lambda d, h: torch.tensor([1.0, 2.0], device=DEVICE),
             CopyCounts("h2d", "unknown", True, 1, 8),
         ),
+        (lambda d, h: d.copy_(h), CopyCounts("h2d", "unknown", True, 1, 24)),
+        (lambda d, h: d.copy_(h, True), CopyCounts("h2d", "unknown", False, 1, 24)),
+        (lambda d, h: h.to(DEVICE), CopyCounts("h2d", "unknown", True, 1, 24)),
+        (lambda d, h: h.to(DEVICE, None, True), CopyCounts("h2d", "unknown", False, 1, 24)),
         # Converted on the host, after a blocking copy; on the device, before one that is not.
         (lambda d, h: d.to("cpu", torch.float64), CopyCounts("d2h", "unknown", True, 1, 24)),
         (
             lambda d, h: d.to("cpu", torch.float64, non_blocking=True),
             CopyCounts("d2h", "unknown", False, 1, 48),
+        ),
+        (lambda d, h: h.to(DEVICE, torch.float64), CopyCounts("h2d", "unknown", True, 1, 48)),
+        (
+            lambda d, h: h.to(DEVICE, torch.float64, non_blocking=True),
+            CopyCounts("h2d", "unknown", False, 1, 24),
         ),
     ],
 )
