@@ -81,6 +81,6 @@ def fake_cuda(*, answer: float = 10.0) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode())
         stack.enter_context(_Answers(answer))
-        if not torch.backends.cuda.is_built():
+        if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             stack.enter_context(_WithoutGuards())
         yield
