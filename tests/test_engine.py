@@ -126,7 +126,7 @@ pid = os.fork()
 if pid == 0:
     dcp.save(state, storage_writer=pyckpt.DirectWriter({str(tmp_path / "child")!r}))
     try:
-        _C.WriteJob(engine.native, {str(tmp_path / "file")!r})
+        pyckpt._C.WriteJob(engine.native, {str(tmp_path / "file")!r})
     except pyckpt.errors.EngineClosed as error:
         print(error, flush=True)
     sys.exit(7)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Leaves", "copy_object", "is_plain_type", "local_tensor"]
+__all__ = ["Leaves", "copy_object", "dtensor_like", "is_plain_type", "local_tensor"]
 
 # Nobody can change these, so that a reference is as good as a copy.
 _IMMUTABLE = (
@@ -64,11 +66,15 @@ def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to("cpu", copy=True)
 
 
-def _like(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    return DTensor(local, tensor._spec, requires_grad=False)
+def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor placed as another is, with other memory."""
+    make: Any = DTensor
+    made: DTensor = make(local, tensor._spec, requires_grad=False)
+    return made
 
 
-class _Wrapped(NamedTuple):
+@dataclass(frozen=True)
+class _Wrapped:
     """A leaf whose memory is that of other tensors."""
 
     index: int
@@ -103,7 +109,9 @@ class Leaves:
                     self._objects.append(i)
             elif isinstance(leaf, DTensor):
                 self._wrapped.append(
-                    _Wrapped(i, lambda t: [local_tensor(t)], lambda t, parts: _like(t, parts[0]))
+                    _Wrapped(
+                        i, lambda t: [local_tensor(t)], lambda t, parts: dtensor_like(t, parts[0])
+                    )
                 )
             elif isinstance(leaf, ShardedTensor):
                 self._wrapped.append(_Wrapped(i, _shards, _like_sharded))

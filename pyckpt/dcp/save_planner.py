@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
@@ -177,7 +177,7 @@ def _placement_of(leaf: Any) -> Any:
 def _placed_as(leaf: DTensor, placement: Any) -> bool:
     spec, dtype, shape, stride = placement
     local = leaf._local_tensor
-    return (
+    return bool(
         (leaf._spec is spec or leaf._spec == spec)
         and local.dtype == dtype
         and local.shape == shape

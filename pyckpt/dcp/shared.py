@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from pyckpt import _C
-from pyckpt.dcp.leaves import is_plain_type
+from pyckpt.dcp.leaves import dtensor_like, is_plain_type
 from pyckpt.dcp.stager import release_at_thread_end
 
 if TYPE_CHECKING:
@@ -41,8 +41,7 @@ def _shared(value: Any, segments: dict[int, torch.UntypedStorage]) -> Any:
     if isinstance(value, list):
         return [_shared(entry, segments) for entry in value]
     if isinstance(value, DTensor):
-        local = _shared(value._local_tensor, segments)
-        return DTensor(local, value._spec, requires_grad=False)
+        return dtensor_like(value, _shared(value._local_tensor, segments))
     if not isinstance(value, torch.Tensor) or not is_plain_type(value) or value.is_meta:
         return value
     place = _C.shared_memory_of(value) if value.layout is torch.strided and value.numel() else None
@@ -52,7 +51,7 @@ def _shared(value: Any, segments: dict[int, torch.UntypedStorage]) -> Any:
     descriptor, size, offset = place
     storage = segments.get(descriptor)
     if storage is None:
-        storage = torch.UntypedStorage._new_shared_fd_cpu(os.dup(descriptor), size)
-        segments[descriptor] = storage
+        share_fd: Any = torch.UntypedStorage
+        storage = segments[descriptor] = share_fd._new_shared_fd_cpu(os.dup(descriptor), size)
     view = torch.empty(0, dtype=value.dtype)
     return view.set_(storage, offset // value.itemsize, value.shape, value.stride())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -366,6 +366,8 @@ class Staging:
         self.streams_volatile = direct and native.streamed_volatile_bytes > 0
         """The same of what may change before the next step."""
         self.save_thread: threading.Thread | None = None
+        self.on_release: Callable[[], object] = bool
+        """Called when the save is over, however it ended."""
         self._native = native
         self._released = threading.Event()
 
@@ -417,6 +419,7 @@ class Staging:
         guard.discard(self)
         self.stager._forget(self)
         self._released.set()
+        self.on_release()
 
 
 _THREAD_LOOK_SECONDS = 0.1

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -125,7 +126,8 @@ class DirectWriter(StorageWriter):
         self.staged: Future[None] = Future()
         """Of the last asynchronous save: done when the state was copied."""
         self.written: Future[None] = Future()
-        """The same: done when this rank's file is complete, and durable. The future that DCP gives
+        """The same: done when this rank's file is complete, and durable; cancelled where the save
+        failed before it came to that, and where another process made it. The future that DCP gives
         is done when the checkpoint is committed."""
 
     @property
@@ -182,6 +184,8 @@ class DirectWriter(StorageWriter):
         staging, copies = stager.begin(state_dict, direct=True)
         self._staging = staging
         staging.staged.add_done_callback(partial(_pass_on, self.staged))
+        # Nothing was written by then: the save failed before, or another process made it.
+        staging.on_release = self.written.cancel
         return StagedStateDict(copies, staging)
 
     def synchronize_staging(self) -> None:
@@ -294,32 +298,34 @@ class DirectWriter(StorageWriter):
             metadata.committed = os.fspath(self.path / self._metadata_name())
 
     def _describe(
-        self, metadata: Metadata, results: list[list[WriteResult]]
+        self, metadata: Metadata, results: Sequence[Sequence[WriteResult | Packed]]
     ) -> tuple[bytes, set[str]]:
         """The ``.metadata`` of the save, and the names of its files."""
-        planned = isinstance(metadata, PlannedMetadata)
-        before = metadata.notes.get(RESULTS) if planned else None
-        packed = [of_rank[0] if of_rank else Packed("", b"") for of_rank in results]
-        if before is not None and all(isinstance(of_rank, Packed) for of_rank in packed):
-            names = [of_rank.name for of_rank in packed]
-            places = [of_rank.places for of_rank in packed]
-            data = before.template(metadata).fill(str(self.path), self._save_id, names, places)
-            if data is not None:
-                return data, {*names} - {""}
-        full = [
-            unpack(of_rank[0], before.results[rank])
-            if of_rank and isinstance(of_rank[0], Packed)
-            else of_rank
-            for rank, of_rank in enumerate(results)
-        ]
-        storage_data = {result.index: result.storage_data for of_rank in full for result in of_rank}
-        if planned:
-            metadata.notes[RESULTS] = Results(full)
-            metadata = Metadata(metadata.state_dict_metadata, metadata.planner_data)
+        planned = metadata if isinstance(metadata, PlannedMetadata) else None
+        before: Results | None = None if planned is None else planned.notes.get(RESULTS)
+        if planned is not None and before is not None:
+            # A rank that writes nothing says nothing.
+            packed = [of_rank[0] if of_rank else Packed("", b"") for of_rank in results]
+            ranks = [of_rank for of_rank in packed if isinstance(of_rank, Packed)]
+            if len(ranks) == len(packed):
+                data = before.template(planned).fill(
+                    str(self.path),
+                    self._save_id,
+                    [of_rank.name for of_rank in ranks],
+                    [of_rank.places for of_rank in ranks],
+                )
+                if data is not None:
+                    return data, {of_rank.name for of_rank in ranks} - {""}
+        full = [list(_unpacked(of_rank, rank, before)) for rank, of_rank in enumerate(results)]
+        if planned is not None:
+            planned.notes[RESULTS] = Results(full)
+            metadata = Metadata(planned.state_dict_metadata, planned.planner_data)
         metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = storage_data
+        metadata.storage_data = {
+            result.index: result.storage_data for of_rank in full for result in of_rank
+        }
         metadata.storage_meta = StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
-        return encode(metadata), {info.relative_path for info in storage_data.values()}
+        return encode(metadata), {info.relative_path for info in metadata.storage_data.values()}
 
     def _sweep_remains(self) -> None:
         """Make room: remove what earlier saves that failed left, of all ranks, before any rank of
@@ -365,8 +371,10 @@ class DirectWriter(StorageWriter):
         if self._alone:
             _unfinished.add(self._data_file)
         try:
-            known = planner.known if type(planner) is SavePlanner else None
-            notes = None if known is None else known.notes.get(type(self))
+            # Not of a class made from it, which may resolve items to something else.
+            ours = planner if type(planner) is SavePlanner else None
+            known = None if ours is None else ours.known
+            notes: Notes | None = None if known is None else known.notes.get(_NOTES)
             self._job = job = _C.WriteJob(
                 engine.native,
                 os.fsencode(self._data_file),
@@ -386,12 +394,12 @@ class DirectWriter(StorageWriter):
                 self._data_file.unlink()
             raise
         self._tell_fallback(job)
-        if notes is not None and planner.settled and raws == notes.raws:
+        if ours is not None and notes is not None and ours.settled and raws == notes.raws:
             # To DirectWriter.finish, which knows what to make of it.
             return [Packed(name, places)]  # type: ignore[list-item]
         with collector_paused():
-            if known is not None and notes is None:
-                known.notes[type(self)] = notes_of(plan, raws, planner.tensors())
+            if ours is not None and known is not None and notes is None:
+                known.notes[_NOTES] = notes_of(plan, raws, ours.tensors())
                 self._learn(known)
             return [
                 write_result(item, name, raw, place)
@@ -401,7 +409,7 @@ class DirectWriter(StorageWriter):
     def _add_items(
         self, job: _C.WriteJob, plan: SavePlan, planner: StockSavePlanner, notes: Notes | None
     ) -> list[Raw]:
-        if notes is not None:
+        if notes is not None and isinstance(planner, SavePlanner):
             tensors = planner.tensors()
             return add_known(job, planner, plan.items, tensors, notes, self._settle)
         if type(planner) not in KNOWN_PLANNERS:
@@ -447,6 +455,20 @@ def _renew_lock() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_lock)
+
+
+def _unpacked(
+    of_rank: Sequence[WriteResult | Packed], rank: int, before: Results | None
+) -> Iterator[WriteResult]:
+    for result in of_rank:
+        if isinstance(result, Packed):
+            assert before is not None  # or else the planner would not have called it settled
+            yield from unpack(result, before.results[rank])
+        else:
+            yield result
+
+
+_NOTES = "DirectWriter"
 
 
 class Results:

@@ -79,11 +79,11 @@ class Template:
         path_at = body.index(path.encode())
         self._head = body[: path_at - _LENGTH.size]
         self._tail = body[path_at + len(path) :]
-        at = 0
+        found = 0
         for i, position in enumerate(positions):
             if position != _KEPT:
-                at = self._head.index(_LONG1 + _WORD.pack(_BASE + i), at) + len(_LONG1)
-                positions[i] = at
+                found = self._head.index(_LONG1 + _WORD.pack(_BASE + i), found) + len(_LONG1)
+                positions[i] = found
         self._positions = struct.pack(f"={len(positions)}Q", *positions)
         self._values = struct.pack(f"={len(values)}Q", *values)
 
@@ -109,7 +109,7 @@ class Template:
         body = bytearray(head)
         if not _C.fill_words(body, self._positions, self._values, words):
             return None
-        encoded = path.encode()
+        encoded = path.encode("utf-8", "surrogatepass")  # as pickle does
         body += _LENGTH.pack(len(encoded)) + encoded
         body += self._tail.replace(self._save_id.encode(), save_id.encode())
         return seal(bytes(body))
