@@ -36,6 +36,8 @@ class Device {
  public:
   virtual ~Device() = default;
 
+  virtual int index() const = 0;
+
   // Queues copies, in order. Memory on the host must be registered. Many small ones leave in one
   // launch.
   virtual std::shared_ptr<Ticket> copy_to_host(const std::vector<Transfer>& transfers) = 0;

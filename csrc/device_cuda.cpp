@@ -106,6 +106,8 @@ class CudaDevice : public Device {
     if (from_host_ != nullptr) cudaStreamDestroy(from_host_);
   }
 
+  int index() const override { return index_; }
+
   std::shared_ptr<Ticket> copy_to_host(const std::vector<Transfer>& transfers) override {
     enter();
     return copy(transfers, cudaMemcpyDeviceToHost, to_host_);

@@ -428,7 +428,8 @@ class _Load:
     def open(self, name: str) -> tuple[_C.ReadJob, int]:
         if self.job is None or (name not in self.files and len(self.files) == _FILES_MAX):
             self.flush()
-            self.job = self.engine.native.read(
+            self.job = _C.ReadJob(
+                self.engine.native,
                 direct=self.reader.direct, checksum=self.reader.verify == "items"
             )
             self.jobs.append(self.job)

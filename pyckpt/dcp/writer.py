@@ -233,7 +233,8 @@ class DirectWriter(StorageWriter):
         if self._alone:
             _unfinished.add(self._data_file)
         try:
-            self._job = job = engine.native.write(
+            self._job = job = _C.WriteJob(
+                engine.native,
                 os.fsencode(self._data_file),
                 direct=self.direct,
                 sync=self.sync_files,
