@@ -228,8 +228,9 @@ StreamState* add_stream(World& w, int device, bool blocking, bool program) {
 
 void queue(World& w, StreamState* stream, Operation operation) {
   for (const auto& other : w.streams) {
-    const bool ordered = other->device == stream->device && other.get() != stream &&
-                         ((stream->legacy && other->blocking) || (stream->blocking && other->legacy));
+    const bool ordered =
+        other->device == stream->device && other.get() != stream &&
+        ((stream->legacy && other->blocking) || (stream->blocking && other->legacy));
     if (ordered && other->last) operation.after.push_back(other->last);
   }
   stream->last = operation.mark;

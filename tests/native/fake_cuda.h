@@ -82,8 +82,8 @@ class FakeCuda {
   // What host memory may not be written to by kernels says.
   void set_same_addresses(bool same);
 
-  // Lets everything run. Empty where the runtime was used as it may be, and all was given back; else
-  // what was wrong, a line each.
+  // Lets everything run. Empty where the runtime was used as it may be, and all was given back;
+  // else what was wrong, a line each.
   std::string finish();
 };
 
