@@ -359,7 +359,7 @@ void StageJob::quiesce() noexcept {
   {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return units_left_ == 0 && queued_; });
-    last = std::exchange(last_, {});
+    last = last_;  // which stay: others may wait for them at the same time
   }
   for (const Last& of_device : last) {
     try {
