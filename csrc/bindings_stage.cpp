@@ -189,8 +189,8 @@ class PyStaging {
   static at::Tensor make_contiguous(const at::Tensor& tensor, [[maybe_unused]] Device& device) {
 #ifdef PYCKPT_CUDA
     const auto index = static_cast<c10::DeviceIndex>(tensor.get_device());
-    const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(
-        static_cast<cudaStream_t>(device.to_host()), index));
+    const c10::cuda::CUDAStreamGuard guard(
+        c10::cuda::getStreamFromExternal(static_cast<cudaStream_t>(device.to_host()), index));
 #endif
     return tensor.detach().contiguous();
   }

@@ -27,8 +27,8 @@ struct EngineOptions {
 };
 
 // A ring of slots, an arena, and the threads that move bytes through them. Jobs of one engine share
-// them, and take turns. Must outlive its jobs. Safe to call from any thread, but useless in a forked child,
-// which has none of the threads.
+// them, and take turns. Must outlive its jobs. Safe to call from any thread, but useless in a
+// forked child, which has none of the threads.
 class Engine {
  public:
   explicit Engine(const EngineOptions& options);  // throws std::invalid_argument

@@ -48,7 +48,7 @@ cudaError_t launch_pack(const Transfer* transfers, size_t count, cudaStream_t st
   Arguments arguments;
   std::memcpy(arguments.transfers, transfers, count * sizeof(Transfer));
   arguments.count = static_cast<unsigned>(count);
-  pack<<<count < kBlocks ? arguments.count : kBlocks, kThreads, 0, stream>>>(arguments);
+  pack < <<count<kBlocks ? arguments.count : kBlocks, kThreads, 0, stream>>>(arguments);
   return cudaGetLastError();
 }
 

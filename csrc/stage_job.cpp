@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "crc32.h"
+#include "nvtx.h"
 #include "stream_copy.h"
 
 namespace pyckpt {
@@ -241,6 +242,7 @@ bool StageJob::do_unit(size_t limit) {
     if (index >= limit) return false;
   } while (!next_unit_.compare_exchange_weak(index, index + 1, std::memory_order_relaxed));
   const Unit& unit = units_[index];
+  const NvtxRange range("stage", unit.size);
   if (unit.copies == 1) {
     copy_piece(copies_[unit.copy], unit.begin, unit.size);
   } else {
@@ -377,8 +379,6 @@ void StageJob::release_regions() noexcept {
   }
 }
 
-StageStatistics StageJob::statistics() const {
-  return {bytes_staged_, bytes_streamed_, seconds()};
-}
+StageStatistics StageJob::statistics() const { return {bytes_staged_, bytes_streamed_, seconds()}; }
 
 }  // namespace pyckpt

@@ -31,6 +31,7 @@ from pyckpt.collector import collector_paused
 from pyckpt.dcp.leaves import is_plain_type, local_tensor
 from pyckpt.errors import PyckptError
 from pyckpt.format.metadata import read
+from pyckpt.timeline import named
 
 __all__ = ["RESULTS", "KnownPlan", "PlannedMetadata", "SavePlanner"]
 
@@ -220,6 +221,12 @@ class SavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
+        with named("plan"):
+            self._set_up(state_dict, storage_meta, is_coordinator)
+
+    def _set_up(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None, is_coordinator: bool
+    ) -> None:
         self.known = None
         with _lock:
             candidates = list(reversed(_known.values()))
@@ -256,7 +263,8 @@ class SavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         if self.known is not None:
             return SavePlan([], planner_data=_Known(self.known.name))
-        return super().create_local_plan()
+        with named("plan"):
+            return super().create_local_plan()
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         names = [_name_in(plan) for plan in all_plans]
@@ -277,7 +285,7 @@ class SavePlanner(DefaultSavePlanner):
             answer = _Known(first, settled=RESULTS in plan.notes)
             metadata = PlannedMetadata.of(plan)
             return [dataclasses.replace(p, planner_data=answer) for p in all_plans], metadata
-        with collector_paused():
+        with named("plan of all ranks"), collector_paused():
             return self._plan_anew(all_plans, before)
 
     def _plan_anew(

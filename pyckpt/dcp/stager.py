@@ -19,6 +19,7 @@ from pyckpt.dcp.leaves import Leaves, is_plain_type
 from pyckpt.dcp.save_planner import KnownPlan
 from pyckpt.engine import Engine, default_engine
 from pyckpt.errors import EngineClosed, StagerBusy
+from pyckpt.timeline import named
 
 __all__ = [
     "PinnedStager",
@@ -181,7 +182,7 @@ class PinnedStager:
     def begin(self, state_dict: dict[str, Any], *, direct: bool) -> tuple[Staging, dict[str, Any]]:
         """Begin to copy; return the copies, too, as a state dict. ``direct``: the writer knows how
         to read what found no room from where it is, and gives memory back when it is through."""
-        with collector_paused():
+        with named("stage"), collector_paused():
             shape, leaves = self._shape_of(state_dict)
             wanted = shape.wanted() if direct else None
             skipped = direct and self._is_busy(shape, leaves)
@@ -374,7 +375,8 @@ class Staging:
     def finish(self) -> None:
         """Wait for the copies; on the stager's thread."""
         try:
-            self._native.wait()
+            with named("wait for copies", self.bytes):
+                self._native.wait()
         except BaseException as error:
             self._native.release_sources()
             _logger.error("the state could not be copied, and will not be saved: %s", error)
