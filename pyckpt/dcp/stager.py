@@ -337,6 +337,8 @@ class Shape:
             source.nbytes + _SMALL_GRAIN
             for source in self.leaves.sources(leaves)
             if isinstance(source, torch.Tensor)
+            and is_plain_type(source)
+            and source.layout is torch.strided
         )
 
 
