@@ -38,15 +38,26 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+def difference(a: Any, b: Any, at: str = "") -> str:
+    """Where two states are not bit for bit the same; empty where they are."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        equal = a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
+        return "" if equal else f"{at}: {a} and {b}"
+    if isinstance(a, dict) and isinstance(b, dict):
+        if list(a) != list(b):
+            return f"{at}: keys {list(a)} and {list(b)}"
+        return next(filter(None, (difference(a[key], b[key], f"{at}.{key}") for key in a)), "")
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        if len(a) != len(b):
+            return f"{at}: {len(a)} and {len(b)} entries"
+        entries = enumerate(zip(a, b, strict=True))
+        return next(filter(None, (difference(*both, f"{at}[{i}]") for i, both in entries)), "")
+    return "" if type(a) is type(b) and a == b else f"{at}: {a!r} and {b!r}"
+
+
 def same(a: Any, b: Any) -> bool:
     """Whether two states are bit for bit the same."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
-    if isinstance(a, dict) and isinstance(b, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and bool(a == b)
+    return not difference(a, b)
 
 
 def tensors_in(state: Any) -> Iterator[torch.Tensor]:
@@ -99,7 +110,7 @@ def check_saved(expected: dict[str, Any], path: Path) -> None:
     for reader in (FileSystemReader(path), pyckpt.DirectReader(path)):
         state = blank(expected)
         dcp.load(state, storage_reader=reader)
-        assert same(state, expected), f"{path} as {type(reader).__name__} reads it"
+        assert not difference(state, expected), f"as {type(reader).__name__} reads it"
 
 
 def metadata_of(path: Path) -> Metadata:
