@@ -110,7 +110,8 @@ def check_saved(expected: dict[str, Any], path: Path) -> None:
     for reader in (FileSystemReader(path), pyckpt.DirectReader(path)):
         state = blank(expected)
         dcp.load(state, storage_reader=reader)
-        assert not difference(state, expected), f"as {type(reader).__name__} reads it"
+        found = difference(state, expected)
+        assert not found, f"{type(reader).__name__}: {found}"
 
 
 def metadata_of(path: Path) -> Metadata:
