@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import warnings
 from pathlib import Path
@@ -19,9 +20,15 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import pyckpt
 
 
-def several_saves(path: Path, shared: bool, foreign: bool) -> list[int]:
-    os.environ["MASTER_ADDR"] = "127.0.0.1"  # which DCP's process connects to
+def can_have_a_process() -> None:
+    """DCP's own, which pytest's child may not have without more ado."""
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     warnings.simplefilter("ignore")
+
+
+def several_saves(path: Path, shared: bool, foreign: bool) -> list[int]:
+    can_have_a_process()
     mesh = init_device_mesh("cpu", (1,))
     state: dict[str, Any] = {
         "many": {f"{i}": torch.rand(300 + i) for i in range(200)},
@@ -77,7 +84,7 @@ def several_saves(path: Path, shared: bool, foreign: bool) -> list[int]:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
 def test_several_saves(tmp_path: Path, shared: bool) -> None:
-    descriptors = run_ranks(1, several_saves, tmp_path, shared, False)
+    [descriptors] = run_ranks(1, several_saves, tmp_path, shared, False)
     # Two hundred tensors, and not a descriptor for each.
     assert max(descriptors) - min(descriptors) < 20
     assert max(descriptors) < 150
@@ -88,8 +95,7 @@ def test_failures_come_back(tmp_path: Path) -> None:
 
 
 def a_failure(path: Path) -> None:
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    warnings.simplefilter("ignore")
+    can_have_a_process()
     (path / "file").touch()
     state = {"t": torch.rand(30_000)}
     with engine() as own:
