@@ -97,9 +97,7 @@ def make_directory(path: Path, *, sync: bool) -> None:
         path.mkdir()
     except FileExistsError:
         if not path.is_dir():  # another rank may have been faster
-            raise NotADirectoryError(
-                errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)
-            ) from None
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
     if sync:
         sync_directory(path.parent)
 
