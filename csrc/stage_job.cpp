@@ -121,7 +121,7 @@ void StageJob::place_small(Arena* arena, std::vector<size_t> indices,
   if (total > 0) {
     region = arena->allocate(total, options_.kind, options_.pin);
     if (!region) {
-      bytes_streamed_ += total;
+      for (const size_t i : indices) bytes_streamed_ += sources[i].size;
       return;
     }
   }
@@ -377,8 +377,6 @@ void StageJob::release_regions() noexcept {
   }
 }
 
-StageStatistics StageJob::statistics() const {
-  return {bytes_staged_, bytes_streamed_, seconds()};
-}
+StageStatistics StageJob::statistics() const { return {bytes_staged_, bytes_streamed_, seconds()}; }
 
 }  // namespace pyckpt
