@@ -1,8 +1,8 @@
 """Takes the waits of the CUDA path out, one at a time, and sees that a native test notices.
 
 Each mutant is csrc with one place changed, built without optimisation and run against cuda_tests
-and the native tests of staging. A test that fails, crashes or hangs has found it. Exits with 1 where
-a mutant lives, or where the place that it changes is not there any more.
+and the native tests of staging. A test that fails, crashes or hangs has found it. Exits with 1
+where a mutant lives, or where the place that it changes is not there any more.
 
     python3 tests/native/mutants.py [name ...]
 """
