@@ -7,13 +7,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
 
-.PHONY: demo test check format format-check lint types native cuda clean help
+.PHONY: demo test check format format-check lint types native mutants cuda clean help
 
 help:
 	@echo "make demo    train, kill, resume: what pyckpt is for"
 	@echo "make test    the Python tests"
 	@echo "make check   format, lint, types, tests, native tests under sanitizers, the CUDA build"
 	@echo "make native  the native tests, plain and under the sanitizers"
+	@echo "make mutants take waits out of the CUDA path: the native tests must notice"
 	@echo "make cuda    compile and link with CUDA, in an environment of its own"
 	@echo "make format  format the code"
 
@@ -55,6 +56,9 @@ types: $(BIN)/.built
 
 native:
 	$(MAKE) -C tests/native all-variants
+
+mutants:
+	$(PYTHON) tests/native/mutants.py
 
 # Compiled and linked against a torch that has CUDA; running it takes a GPU.
 cuda:
