@@ -187,6 +187,8 @@ class _Pretend(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten._local_scalar_dense.default:
             self.reads += args[0].device.type != "cpu"
             return _some_number(args[0].dtype)
+        if func._schema.is_mutable and not func._schema.returns:
+            return None  # it only writes values, and not all such operations have a fake
         if func is aten.is_pinned.default:
             return hasattr(args[0], self._PINNED)
         # Fake tensors cannot be pinned; that these would have been is written on them.
@@ -372,7 +374,7 @@ def _clone(
         options["foreach"] = specs[0].device_type in ("cuda", "xpu") and not options.get(
             "differentiable"
         )
-    cls = type(optimizer)
+    cls: Any = type(optimizer)
     clone: Any = object.__new__(_unhooked_class(cls))
     attributes = {
         name: _harmless(value)
