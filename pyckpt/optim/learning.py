@@ -281,21 +281,20 @@ def _natives(state: dict[Any, Any]) -> dict[Path, Native]:
         for key, value in state.items()
         if isinstance(value, int | float)
     }
-    mixed = set()
+    alike: dict[Path, dict[Path, Native]] = defaultdict(dict)
     for path, tensor in leaves(state):
         on_host = tensor.device.type == "cpu"
         pinned = on_host and _Pretend.is_pinned(tensor)
-        native = Native(
+        alike[any_index(state, path)][path] = Native(
             "pinned" if pinned else "host" if on_host else "device",
             tensor.dtype,
             tuple(tensor.shape),
         )
-        generic = any_index(state, path)
-        before = natives.setdefault(generic, native)
-        if (before.kind, before.dtype) != (native.kind, native.dtype):
-            mixed.add(generic)
-    for generic in mixed:
-        del natives[generic]
+    for generic, entries in alike.items():
+        if len({(native.kind, native.dtype) for native in entries.values()}) == 1:
+            natives[generic] = next(iter(entries.values()))
+        else:
+            natives.update(entries)  # a list whose entries differ is known only by their indices
     return natives
 
 
@@ -311,7 +310,8 @@ def _count_reads(
             usual, pretend.reads = pretend.reads, 0
             state = clone.state[params[0]]
             tensor = functools.reduce(lambda entry, key: entry[key], path, state)
-            replace(state, path, torch.empty_like(tensor, device=device_type))
+            elsewhere = torch.empty(tensor.shape, dtype=tensor.dtype, device=device_type)
+            replace(state, path, elsewhere)
             _bare_step(clone)
         except Exception:
             return None
