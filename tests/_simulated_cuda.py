@@ -118,6 +118,9 @@ class _WithoutGuards(TorchFunctionMode):
             return _aten.copy_.default(args[0], source, *blocking, **kwargs)
         if func in (tensor_class.to, tensor_class.cuda):
             return self._to(func, *args, **kwargs)
+        if func in (tensor_class.__float__, tensor_class.__int__, tensor_class.__bool__):
+            kind = {"__float__": float, "__int__": int, "__bool__": bool}[func.__name__]
+            return kind(_aten._local_scalar_dense.default(args[0]))
         if func is tensor_class.__setitem__ and isinstance(args[1], torch.Tensor):
             args[0].masked_fill_(args[1], args[2])
             return None

@@ -112,12 +112,13 @@ def move(optimizer: Any, device: torch.device | str | None = None) -> None:
                 if goal is not None and goal != _device_of(tensor):
                     owners.append((state, path))
                     requests.append(Request(tensor, goal))
-        for group in member.param_groups:
-            for path, tensor in list(leaves(group)):
-                if path[0] == "params" or tensor.device.type == "cpu" or not group["params"]:
-                    continue
-                goal = target or _device_of(group["params"][0])
-                if goal != tensor.device:
+        for index, group in enumerate(member.param_groups):
+            if not group["params"]:
+                continue
+            for path, tensor in leaves({k: v for k, v in group.items() if k != "params"}):
+                wanted = resolver.wanted_in_group(index, path, tensor)
+                goal = _goal(wanted, tensor, target or _device_of(group["params"][0]))
+                if goal is not None and goal != tensor.device:
                     owners.append((group, path))
                     requests.append(Request(tensor, goal))
     _replace_all(owners, place(requests))

@@ -135,8 +135,15 @@ def _taken_apart(flat: Tensor, like: list[Tensor], pinned: bool) -> list[Tensor]
 
 def _place_alone(local: Tensor, request: Request) -> Tensor:
     if not is_plain(local):
-        # A class of its own knows how it moves; its dtype says nothing about how it stores.
-        return local.to(request.device, copy=True)
+        # A class that wraps tensors, as quantised state does: its dtype is not that of its memory.
+        wrapped: Any = local
+        names, context = wrapped.__tensor_flatten__()
+        parts = [getattr(wrapped, name) for name in names]
+        copies = [_place_alone(p, Request(p, request.device, None, request.pinned)) for p in parts]
+        result: Tensor = type(wrapped).__tensor_unflatten__(
+            dict(zip(names, copies, strict=True)), context, wrapped.size(), wrapped.stride()
+        )
+        return result
     new = torch.empty_like(
         local,
         dtype=request.target_dtype,
