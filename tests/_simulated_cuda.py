@@ -1,8 +1,8 @@
 """CUDA tensors with values, on a machine without a GPU.
 
 Inside `simulated_cuda` tensors on "cuda" are CPU memory in disguise: they say that they are on
-cuda:0, every operation runs on the CPU, one that mixes devices fails as CUDA's would, and what would
-make the host wait for a GPU is counted. What it does not show: streams, and speed.
+cuda:0, every operation runs on the CPU, one that mixes devices fails as CUDA's would, and what
+would make the host wait for a GPU is counted. What it does not show: streams, and speed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import optimizer as optimizer_module
 
 from pyckpt import optim
-from pyckpt.optim import learning, places as places_module
+from pyckpt.optim import learning
+from pyckpt.optim import places as places_module
 
 
 @pytest.fixture
@@ -114,9 +115,7 @@ def test_hooks_stay_silent_through_super(simulation: Simulation) -> None:
 def test_learned_once(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
     run = learning._run
-    monkeypatch.setattr(
-        learning, "_run", lambda *args: runs.append(len(args[2])) or run(*args)
-    )
+    monkeypatch.setattr(learning, "_run", lambda *args: runs.append(len(args[2])) or run(*args))
     params = [torch.zeros(shape, device="cuda") for shape in ((3,), (4,), (3,), (3, 3))]
     optimizer = torch.optim.Adam(params)
     optim.placement(optimizer)

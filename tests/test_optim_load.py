@@ -67,7 +67,7 @@ def test_parameters_that_are_missing_by_name() -> None:
     step(optimizer, 0)
     saved = optimizer.state_dict()
     other = torch.optim.Adam([("a", a), ("b", b), ("head.c", c)])
-    with pytest.raises(ValueError, match="'head.c' not in the checkpoint"):
+    with pytest.raises(ValueError, match=r"'head\.c' not in the checkpoint"):
         optim.load_state_dict(other, saved)
     with pytest.raises(ValueError, match="'b' not in the optimizer"):
         optim.load_state_dict(torch.optim.Adam([("a", a)]), saved)
@@ -373,7 +373,7 @@ def test_sparse_adam() -> None:
 def test_repair_after_dcp_has_mixed_the_flags(
     simulation: Simulation, before: dict[str, bool], after: dict[str, bool]
 ) -> None:
-    """DCP places `step` by the flags of the new optimizer and then takes those of the checkpoint."""
+    """DCP places `step` by the new optimizer's flags, and then takes those of the checkpoint."""
 
     def made(flags: dict[str, bool]) -> tuple[torch.nn.Module, torch.optim.Adam]:
         model = torch.nn.Module()

@@ -111,7 +111,8 @@ CHANGES = [
     (name, before, after)
     for name, before in CASES
     for after in FLAGS
-    if before != after and accepts(name, after)
+    if before != after
+    and accepts(name, after)
     # The others take the same paths.
     and name in ("Adam-amsgrad", "AdamW", "Adagrad", "NAdam", "ASGD", "RMSprop-centered")
 ]

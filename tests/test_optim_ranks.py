@@ -60,8 +60,7 @@ def zero(dtype: torch.dtype) -> dict[str, Any]:
     optim.load_state_dict(resumed, saved)
     torch.testing.assert_close(saved, before, rtol=0, atol=0)  # its own method writes into it
     exact = [
-        float(optimizer.optim.state[p]["mu_product"])
-        == float(resumed.optim.state[q]["mu_product"])
+        float(optimizer.optim.state[p]["mu_product"]) == float(resumed.optim.state[q]["mu_product"])
         for p, q in zip(model.parameters(), twin.parameters(), strict=True)
         if p in optimizer.optim.state
     ]

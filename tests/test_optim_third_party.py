@@ -4,7 +4,9 @@ the state that it makes, said to be one."""
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,31 +27,15 @@ def simulation() -> Iterator[Simulation]:
 
 
 def package(name: str) -> Any:
-    # What these packages say when they are imported is not ours to fail for.
+    """What these packages say when they are imported is not ours to fail for."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with pytest.MonkeyPatch.context() as patch, _quiet():
-            patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             return pytest.importorskip(name, exc_type=ImportError)
     finally:
         logging.disable(level)
-
-
-def _quiet() -> Any:
-    import warnings
-
-    context = warnings.catch_warnings()
-    context.__enter__()
-    warnings.simplefilter("ignore")
-
-    class Quiet:
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *exc: Any) -> None:
-            context.__exit__(*exc)
-
-    return Quiet()
 
 
 def schedule_free(params: list[torch.Tensor]) -> Any:
@@ -69,7 +55,9 @@ def schedule_free_wrapper(params: list[torch.Tensor]) -> Any:
 FACTORIES: dict[str, Factory] = {
     "Lion": lambda params: package("pytorch_optimizer").Lion(params, lr=0.01),
     "SOAP": lambda params: package("pytorch_optimizer").SOAP(params, lr=0.01),
-    "Muon": lambda params: package("pytorch_optimizer").Muon([{"params": params, "use_muon": True}]),
+    "Muon": lambda params: package("pytorch_optimizer").Muon(
+        [{"params": params, "use_muon": True}]
+    ),
     "HF Adafactor": lambda params: package("transformers.optimization").Adafactor(params),
     "schedule-free AdamW": schedule_free,
     "schedule-free wrapper": schedule_free_wrapper,
@@ -194,8 +182,6 @@ def test_torchao_cpu_offload(simulation: Simulation) -> None:
 
 def test_torchao_cpu_offload_is_what_its_model_says() -> None:
     package("torchao.optim")
-    import inspect
-
     from torchao.optim.cpu_offload import CPUOffloadOptimizer
 
     assert not issubclass(CPUOffloadOptimizer, torch.optim.Optimizer) or not hasattr(

@@ -108,8 +108,7 @@ def placement(optimizer: Any) -> Placements:
                 }
                 live = member.state.get(param, {})
                 for path, tensor in leaves(live):
-                    if entries.pop(_name(any_index(live, path)), None) is not None:
-                        pass  # said below, under the index that it has
+                    entries.pop(_name(any_index(live, path)), None)  # it has an index now
                     entries[_name(path)] = resolver.wanted(index, param, path, live, tensor)
                 state[param] = entries
     return Placements(state, groups)
