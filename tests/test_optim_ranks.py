@@ -50,9 +50,11 @@ def zero(dtype: torch.dtype) -> dict[str, Any]:
     owned = [p for group in optimizer.optim.param_groups for p in group["params"]]
     learned = optim.placement(optimizer)
     assert set(map(id, learned)) == set(map(id, owned))
+    saved: dict[str, Any] = {}
     for rank in range(dist.get_world_size()):
         optimizer.consolidate_state_dict(to=rank)
-    saved = optimizer.state_dict()
+        if rank == dist.get_rank():
+            saved = copy.deepcopy(optimizer.state_dict())
     before = copy.deepcopy(saved)
 
     twin = copy.deepcopy(model)
