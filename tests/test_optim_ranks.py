@@ -76,9 +76,12 @@ def zero(dtype: torch.dtype) -> dict[str, Any]:
     return {"exact": exact, "flags": flags, "same_places": same_places, "owned": len(owned)}
 
 
+def zero_in_each_dtype() -> list[dict[str, Any]]:
+    return [zero(dtype) for dtype in (torch.float32, torch.bfloat16)]
+
+
 def test_zero_redundancy_optimizer() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        results = run_ranks(2, zero, dtype)
+    for results in zip(*run_ranks(2, zero_in_each_dtype), strict=True):
         assert sum(result["owned"] for result in results) == 4
         for result in results:
             assert result["exact"]
