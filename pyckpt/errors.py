@@ -7,6 +7,7 @@
         ├── CorruptCheckpoint        bytes on disk are not the bytes that were saved
         ├── UnsafeCheckpoint         a file asks for a class that loading does not allow
         ├── LoadError                a checkpoint and the state it is loaded into do not fit
+        ├── SaveError                a save failed, in different ways on different ranks perhaps
         ├── EngineClosed             an engine was used after ``close()``
         └── CudaError                a CUDA call failed
 
@@ -21,6 +22,7 @@ __all__ = [
     "EngineClosed",
     "LoadError",
     "PyckptError",
+    "SaveError",
     "UnsafeCheckpoint",
 ]
 
@@ -96,6 +98,16 @@ class LoadError(PyckptError):
         self.missing = missing
         self.unexpected = unexpected
         self.mismatched = mismatched
+        self.failures = failures or {}
+
+
+class SaveError(PyckptError):
+    """A save failed, in different ways on different ranks, or by an error that is neither an
+    ``OSError`` nor one of pyckpt's. ``failures`` has what each failing rank said, by rank.
+    """
+
+    def __init__(self, message: str, *, failures: dict[int, str] | None = None) -> None:
+        super().__init__(message)
         self.failures = failures or {}
 
 

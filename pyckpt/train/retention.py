@@ -122,12 +122,15 @@ def prune(
     """
     removed: list[int] = []
     try:
-        valid = []
-        leftover = []
+        valid: list[CheckpointInfo] = []
+        leftover: list[int] = []
         for step in catalog.steps():
             if step in busy or step in distrusted:
                 continue
-            if _stays(step, valid, retention) and (catalog.path(step) / commit.metadata_name()).exists():
+            if (
+                _stays(step, valid, retention)
+                and (catalog.path(step) / commit.metadata_name()).exists()
+            ):
                 continue
             entry = catalog.examine(step)
             if entry.checkpoint is not None:

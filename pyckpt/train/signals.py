@@ -40,7 +40,9 @@ class StopSignals:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         try:
-            numbers = [signal.Signals[n] if isinstance(n, str) else signal.Signals(n) for n in names]
+            numbers = [
+                signal.Signals[n] if isinstance(n, str) else signal.Signals(n) for n in names
+            ]
         except KeyError as error:
             raise ValueError(f"there is no signal {error}") from None
         if numbers and threading.current_thread() is not threading.main_thread():
