@@ -16,6 +16,9 @@ from pyckpt.dcp.report import Conversion, LoadReport, Replacement  # noqa: E402
 from pyckpt.dcp.writer import DirectWriter  # noqa: E402
 from pyckpt.engine import Engine, configure  # noqa: E402
 from pyckpt.statistics import ReadStatistics, WriteStatistics  # noqa: E402
+from pyckpt.train.metrics import MetricState  # noqa: E402
+from pyckpt.train.per_rank import PerRank  # noqa: E402
+from pyckpt.train.rng import RngState  # noqa: E402
 
 __all__ = [
     "Conversion",
@@ -24,8 +27,11 @@ __all__ = [
     "Engine",
     "LoadPlanner",
     "LoadReport",
+    "MetricState",
+    "PerRank",
     "ReadStatistics",
     "Replacement",
+    "RngState",
     "WriteStatistics",
     "configure",
     "errors",

@@ -102,9 +102,7 @@ class AppState:
                 checkpoint's metadata tell of.
         """
         plan = together(
-            lambda: _Plan(self._entries(), reader, missing),
-            process_group=self._group,
-            doing="loading",
+            lambda: self._plan(reader, missing), process_group=self._group, doing="loading"
         )
         report = load(
             plan.states,
@@ -122,15 +120,30 @@ class AppState:
         rank = Rank.of(self._group)
         return [_entry(name, value, modules, rank) for name, value in self._objects.items()]
 
+    def _plan(self, reader: StorageReader, missing: str) -> _Plan:
+        plan = _Plan(self._entries(), reader, missing)
+        if not isinstance(self._objects, MutableMapping):
+            fixed = [one.name for one in plan.entries if isinstance(one, ValueEntry) and one.fixed]
+            if fixed:
+                raise TypeError(
+                    f"{some(fixed, 20)} can only be restored into a dict that can be changed, and "
+                    f"{type(self._objects).__name__} cannot"
+                )
+        return plan
+
     def _restore(self, plan: _Plan) -> None:
         # Schedulers may look at their optimizers, and optimizers at their parameters.
         for entry in sorted(plan.entries, key=_turn):
             entry.restore(plan.states[entry.name])
             if isinstance(entry, ValueEntry):
-                objects = self._objects
-                if objects[entry.name] is not entry.value:
-                    assert isinstance(objects, MutableMapping)
-                    objects[entry.name] = entry.value
+                self._put(entry.name, entry.value)
+
+    def _put(self, name: str, value: Any) -> None:
+        if self._objects[name] is value:
+            return
+        if not isinstance(self._objects, MutableMapping):
+            raise TypeError(f"{name} was saved as something else, and there is no place to put it")
+        self._objects[name] = value
 
 
 class _Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -99,6 +100,11 @@ class ValueEntry(Entry):
     def __init__(self, name: str, value: Any) -> None:
         super().__init__(name)
         self.value = value
+
+    @property
+    def fixed(self) -> bool:
+        """Whether another value cannot be written into this one, but only be put in its place."""
+        return not isinstance(self.value, MutableMapping | list | torch.Tensor)
 
     def state(self) -> Any:
         return values.encode(self.value, self.name)

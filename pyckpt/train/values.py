@@ -24,7 +24,6 @@ _VALUE = "pyckpt.value"
 _ARRAY = "pyckpt.ndarray"
 _ATOMS = (int, float, complex, str, bytes, bytearray, bool, type(None), torch.dtype, torch.device)
 _ATOM_TYPES = frozenset(_ATOMS)
-_PLAIN_DICTS = (dict, OrderedDict)
 
 
 def encode(value: Any, name: str, *, compact: bool = False) -> Any:
@@ -42,7 +41,12 @@ def encode(value: Any, name: str, *, compact: bool = False) -> Any:
     """
     if isinstance(value, torch.Tensor):
         return value.detach() if value.requires_grad else value
-    natural = isinstance(value, _PLAIN_DICTS) and bool(value) and all(type(k) is str for k in value)
+    natural = (
+        isinstance(value, dict)
+        and not isinstance(value, Counter)
+        and bool(value)
+        and all(type(key) is str for key in value)
+    )
     if natural and not (compact and not _has_tensor(value)):
         return {key: encode(sub, f"{name}.{key}", compact=compact) for key, sub in value.items()}
     if type(value) is list and _has_tensor(value):
