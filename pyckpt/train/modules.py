@@ -67,8 +67,11 @@ def sharded(module: nn.Module) -> Iterator[None]:
     )
 
     with warnings.catch_warnings():
-        # Deprecated in favour of torch.distributed.checkpoint.state_dict, which calls it too.
+        # Deprecated in favour of torch.distributed.checkpoint.state_dict, which calls it too; and
+        # it calls what is deprecated itself.
         warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", message=".*_get_pg_default_device")
+        warnings.filterwarnings("ignore", message="Multiple backends are registered")
         with FullyShardedDataParallel.state_dict_type(
             module,
             StateDictType.SHARDED_STATE_DICT,
@@ -87,7 +90,9 @@ class ModuleEntry(Entry):
 
     def state(self) -> Any:
         return {
-            name: values.encode(value, f"{self.name}.{name}")
+            name: value
+            if isinstance(value, torch.Tensor)
+            else values.encode(value, f"{self.name}.{name}")
             for name, (_, value) in self._raw().items()
         } or values.encode({}, self.name)
 

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from pyckpt import optim
 from pyckpt.dcp.report import some
 from pyckpt.errors import LoadError
 from pyckpt.train import values
@@ -272,8 +273,6 @@ def _saved_states(saved: Tree) -> Mapping[Any, Any]:
 
 
 def _load(name: str, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    from pyckpt import optim
-
     try:
         optim.load_state_dict(optimizer, state_dict, flags="live")
     except ValueError as error:

@@ -23,7 +23,7 @@ class RankState(ABC):
     """Something that each rank has its own of.
 
     In a checkpoint, each rank's is under a key such as ``rank-00003-of-00008``. It is also a
-    DCP ``Stateful``, and can be saved and loaded without anything else of pyckpt.
+    DCP ``Stateful``, which stock PyTorch saves, and loads on as many ranks.
     """
 
     @abstractmethod
@@ -54,14 +54,17 @@ class RankState(ABC):
         return self._state(Rank.of(), type(self).__name__)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take what was loaded: this rank's, or on another number of ranks, all of theirs.
+        """Take what was loaded into what ``state_dict`` returns.
 
         Raises:
-            LoadError: it cannot be brought to this number of ranks.
+            LoadError: this rank's state is not in it. DCP alone brings it to no other number of
+                ranks than saved it; `Checkpointer` does.
         """
         rank = Rank.of()
-        saved, wanted = self._wanted(state_dict, rank, type(self).__name__)
-        self._restore({key: state_dict[key] for key in wanted}, saved, rank)
+        keys = [key for key in (_ALL, _key(rank.index, rank.world_size)) if key in state_dict]
+        if not keys:
+            raise LoadError(f"{type(self).__name__}: it has no state of rank {rank.index}")
+        self._restore({keys[0]: state_dict[keys[0]]}, rank.world_size, rank)
 
     def _state(self, rank: Rank, name: str) -> dict[str, Any]:
         key = _ALL if self._is_shared(rank) else _key(rank.index, rank.world_size)

@@ -13,7 +13,9 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.serialization import get_safe_globals
 
 from pyckpt.train.saved import Tree
@@ -22,6 +24,7 @@ __all__ = ["assign", "decode", "encode", "template"]
 
 _VALUE = "pyckpt.value"
 _ARRAY = "pyckpt.ndarray"
+_DETACHED = (torch.Tensor, nn.Parameter, DTensor)
 _ATOMS = (int, float, complex, str, bytes, bytearray, bool, type(None), torch.dtype, torch.device)
 _ATOM_TYPES = frozenset(_ATOMS)
 
@@ -40,7 +43,8 @@ def encode(value: Any, name: str, *, compact: bool = False) -> Any:
             make; it is better to know when saving.
     """
     if isinstance(value, torch.Tensor):
-        return value.detach() if value.requires_grad else value
+        # FSDP1's ShardedTensor says that it is to have none of this.
+        return value.detach() if value.requires_grad and type(value) in _DETACHED else value
     natural = (
         isinstance(value, dict)
         and not isinstance(value, Counter)
