@@ -44,7 +44,7 @@ def encode(value: Any, name: str, *, compact: bool = False) -> Any:
     """
     if isinstance(value, torch.Tensor):
         # FSDP1's ShardedTensor says that it is to have none of this.
-        return value.detach() if value.requires_grad and type(value) in _DETACHED else value
+        return value.detach() if type(value) in _DETACHED and value.requires_grad else value
     natural = (
         isinstance(value, dict)
         and not isinstance(value, Counter)
