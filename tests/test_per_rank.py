@@ -112,7 +112,7 @@ def test_what_is_not_per_rank_in_the_checkpoint(tmp_path: Path) -> None:
 def test_a_rank_is_missing(tmp_path: Path) -> None:
     state = {"count": {"rank-00000-of-00002": 3}}
     dcp.save(AppState(state).state_dict(), storage_writer=pyckpt.DirectWriter(tmp_path))
-    with pytest.raises(CorruptCheckpoint, match="count.*each of 2 ranks"):
+    with pytest.raises(CorruptCheckpoint, match=r"count.*each of 2 ranks"):
         AppState({"count": pyckpt.PerRank(3)}).load(pyckpt.DirectReader(tmp_path))
 
 

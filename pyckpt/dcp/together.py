@@ -23,8 +23,7 @@ def together(step: Callable[[], T], *, process_group: dist.ProcessGroup | None, 
     Raises:
         Exception: it raised on some ranks; raised on all, as `pyckpt.load` raises.
     """
-    alone = not dist.is_available() or not dist.is_initialized()
-    if alone:
+    if not dist.is_available() or not dist.is_initialized():
         return step()
     results: list[T] = []
 
@@ -37,4 +36,4 @@ def together(step: Callable[[], T], *, process_group: dist.ProcessGroup | None, 
         failure = error
     else:
         return results[0]
-    raise error_of(failure, alone=alone, kind=LoadError, doing=doing)
+    raise error_of(failure, alone=False, kind=LoadError, doing=doing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from pyckpt.dcp.report import LoadReport, some
 from pyckpt.dcp.together import together
 from pyckpt.errors import LoadError
 from pyckpt.train.entry import Entry, GradScalerEntry, StatefulEntry, ValueEntry
-from pyckpt.train.modules import ModuleEntry
+from pyckpt.train.modules import ModuleEntry, is_fsdp1, quiet
 from pyckpt.train.optimizers import optimizer_entry
 from pyckpt.train.per_rank import PerRank, RankEntry, RankState
 from pyckpt.train.saved import Path, Rank, paths, tree
@@ -101,18 +102,20 @@ class AppState:
                 ``load_state_dict`` raises. Before that, nothing is changed by errors that the
                 checkpoint's metadata tell of.
         """
-        plan = together(
-            lambda: self._plan(reader, missing), process_group=self._group, doing="loading"
-        )
-        report = load(
-            plan.states,
-            reader=plan.reader,  # type: ignore[arg-type]
-            missing=missing,
-            allow=allow,
-            create=plan.create,
-            process_group=self._group,
-        )
-        together(lambda: self._restore(plan), process_group=self._group, doing="restoring")
+        flat = any(isinstance(v, nn.Module) and is_fsdp1(v) for v in self._objects.values())
+        with quiet() if flat else nullcontext():
+            plan = together(
+                lambda: self._plan(reader, missing), process_group=self._group, doing="loading"
+            )
+            report = load(
+                plan.states,
+                reader=plan.reader,  # type: ignore[arg-type]
+                missing=missing,
+                allow=allow,
+                create=plan.create,
+                process_group=self._group,
+            )
+            together(lambda: self._restore(plan), process_group=self._group, doing="restoring")
         return replace(report, kept=[*report.kept, *plan.absent])
 
     def _entries(self) -> list[Entry]:

@@ -18,7 +18,7 @@ from pyckpt.train import values
 from pyckpt.train.entry import Entry
 from pyckpt.train.saved import Tree
 
-__all__ = ["ModuleEntry", "Names", "is_fsdp1", "sharded"]
+__all__ = ["ModuleEntry", "Names", "is_fsdp1", "quiet", "sharded"]
 
 # What FSDP1, activation checkpointing and torch.compile put into names. DDP's "module" may be
 # anyone's name for a submodule, and needs a look at the module.
@@ -54,6 +54,18 @@ def is_fsdp1(module: nn.Module) -> bool:
 
 
 @contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's remarks on FSDP1, which is deprecated, and on what it uses itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="FSDP.set_state_dict_type")
+        warnings.filterwarnings("ignore", message="Please use DTensor instead")
+        warnings.filterwarnings("ignore", message=".*_get_pg_default_device")
+        warnings.filterwarnings("ignore", message="Multiple backends are registered")
+        yield
+
+
+@contextmanager
 def sharded(module: nn.Module) -> Iterator[None]:
     """Let FSDP1 give and take each rank's shards; nothing for other modules."""
     if not is_fsdp1(module):
@@ -66,19 +78,16 @@ def sharded(module: nn.Module) -> Iterator[None]:
         StateDictType,
     )
 
-    with warnings.catch_warnings():
-        # Deprecated in favour of torch.distributed.checkpoint.state_dict, which calls it too; and
-        # it calls what is deprecated itself.
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        warnings.filterwarnings("ignore", message=".*_get_pg_default_device")
-        warnings.filterwarnings("ignore", message="Multiple backends are registered")
-        with FullyShardedDataParallel.state_dict_type(
+    with (
+        quiet(),
+        FullyShardedDataParallel.state_dict_type(
             module,
             StateDictType.SHARDED_STATE_DICT,
             ShardedStateDictConfig(),
             ShardedOptimStateDictConfig(),
-        ):
-            yield
+        ),
+    ):
+        yield
 
 
 class ModuleEntry(Entry):
