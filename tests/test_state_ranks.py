@@ -109,7 +109,7 @@ def save_and_go_on(path: str, kind: str, optimizer: str, seed: int = 0) -> Any:
     train(state, BEFORE)
     dcp.save(AppState(state).state_dict(), storage_writer=pyckpt.DirectWriter(path))
     train(state, AFTER)
-    return None if kind == "fsdp1" else whole(state)
+    return whole(state)
 
 
 def restore_and_go_on(path: str, kind: str, optimizer: str) -> Any:
@@ -120,7 +120,7 @@ def restore_and_go_on(path: str, kind: str, optimizer: str) -> Any:
     assert state["step"] == BEFORE
     assert not report.kept
     train(state, AFTER)
-    return None if kind == "fsdp1" else whole(state)
+    return whole(state)
 
 
 def assert_same(found: Any, expected: Any, name: str = "state", *, exact: bool) -> None:
@@ -172,3 +172,34 @@ def test_training_goes_on(
         "module.weight", "module.bias", "scale", "frozen", "head.weight", "back.weight", "seen",
     }  # fmt: skip
     assert set(expected["optimizer"]["state"]) == names - {"frozen", "back.weight", "seen"}
+
+
+def fsdp1(path: str) -> dict[str, Any]:
+    """Saves, goes on, and goes on again from what was saved; returns the parameters."""
+    state = make("fsdp1", "AdamW", seed=0)
+    train(state, BEFORE)
+    dcp.save(AppState(state).state_dict(), storage_writer=pyckpt.DirectWriter(path))
+    train(state, AFTER)
+    restored = make("fsdp1", "AdamW", seed=1)
+    AppState(restored).load(pyckpt.DirectReader(path))
+    train(restored, AFTER)
+    found, expected = (
+        {name.removeprefix("_fsdp_wrapped_module."): p.tolist() for name, p in named(one["model"])}
+        for one in (restored, state)
+    )
+    assert found == expected
+    return found
+
+
+def named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    with FullyShardedDataParallel.summon_full_params(model):
+        return [(name, param.detach().clone()) for name, param in model.named_parameters()]
+
+
+def test_fsdp1(tmp_path: Path) -> None:
+    expected, other = run_ranks(2, fsdp1, str(tmp_path))
+    assert other == expected
+    (found,) = run_ranks(1, restore_and_go_on, str(tmp_path), "plain", "AdamW")
+    model = unpacked(found)["model"]
+    for name, value in expected.items():
+        assert_same(model[name], torch.tensor(value, dtype=torch.float64), name, exact=False)
