@@ -16,8 +16,11 @@ from pyckpt.dcp.report import Conversion, LoadReport, Replacement  # noqa: E402
 from pyckpt.dcp.writer import DirectWriter  # noqa: E402
 from pyckpt.engine import Engine, configure  # noqa: E402
 from pyckpt.statistics import ReadStatistics, WriteStatistics  # noqa: E402
+from pyckpt.train.checkpointer import Checkpointer  # noqa: E402
+from pyckpt.train.handle import SaveHandle  # noqa: E402
 
 __all__ = [
+    "Checkpointer",
     "Conversion",
     "DirectReader",
     "DirectWriter",
@@ -26,6 +29,7 @@ __all__ = [
     "LoadReport",
     "ReadStatistics",
     "Replacement",
+    "SaveHandle",
     "WriteStatistics",
     "configure",
     "errors",
