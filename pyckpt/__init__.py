@@ -8,7 +8,7 @@ from pyckpt._extension import check_extension
 
 check_extension()
 
-from pyckpt import errors  # noqa: E402
+from pyckpt import errors, optim  # noqa: E402
 from pyckpt.dcp.load import load  # noqa: E402
 from pyckpt.dcp.planner import LoadPlanner  # noqa: E402
 from pyckpt.dcp.reader import DirectReader  # noqa: E402
@@ -34,4 +34,5 @@ __all__ = [
     "configure",
     "errors",
     "load",
+    "optim",
 ]

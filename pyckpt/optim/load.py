@@ -1,0 +1,376 @@
+"""``load_state_dict``: what `Optimizer.load_state_dict` should do."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+from copy import deepcopy
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pyckpt.optim.mover import dtype_fits, misplaced, name_of, relocate
+from pyckpt.optim.places import Placement, Resolver, found, members, unwrapped
+from pyckpt.optim.tensors import Path, any_index, is_dtensor, leaves, mapped, replace
+from pyckpt.optim.transfer import Request, place
+
+__all__ = ["load_state_dict"]
+
+# How a step is run, not what it computes; so the running program's to say, not the checkpoint's.
+_FLAGS = ("capturable", "differentiable", "foreach", "fused")
+_CPU = torch.device("cpu")
+
+
+def load_state_dict(
+    optimizer: Any, state_dict: dict[str, Any], *, flags: Literal["live", "saved"] = "live"
+) -> None:
+    """Load what ``optimizer.state_dict()`` returned, each tensor to where this optimizer wants it.
+
+    Unlike `Optimizer.load_state_dict`, it keeps the flags that the optimizer was made with, puts
+    every tensor on the device and into the dtype that the optimizer itself creates (see
+    `placement`) wherever ``torch.load`` or DCP has put it, moves tensors in the groups (``lr``,
+    betas) to where the live ones are, and checks what it loads. An optimizer need not have
+    stepped before. Nothing of ``state_dict`` is changed or shared, and load hooks run as ever.
+
+    A dtype is the optimizer's own, not the checkpoint's: float32 state of bfloat16 parameters
+    stays as it was saved, and moments saved in float32 are rounded only if the optimizer keeps
+    them in bfloat16 for such parameters, since its step could not use them otherwise. Where
+    nothing is known about a tensor it keeps the dtype it was saved in; it is loaded to its
+    parameter's device if it has its shape, or was on a device, and to the host otherwise.
+
+    Where both sides have ``param_names``, and the same ones in other order, parameters are matched
+    by name; otherwise by position.
+
+    An optimizer with a ``load_state_dict`` of its own is left to load by that; flags, placement and
+    dtypes are put right after.
+
+    Args:
+        optimizer: the optimizer to load, or a wrapper.
+        state_dict: what was saved.
+        flags: whose ``fused``, ``foreach``, ``capturable`` and ``differentiable`` hold: "live",
+            those of ``optimizer``, or "saved".
+
+    Raises:
+        ValueError: groups, parameters or shapes do not fit, or ``flags`` is neither. Nothing was
+            loaded.
+    """
+    if flags not in ("live", "saved"):
+        raise ValueError(f"{flags = } must be 'live' or 'saved'.")
+    optimizer = unwrapped(optimizer)
+    if _loads_itself(optimizer):
+        _delegate(optimizer, state_dict, flags)
+    else:
+        _load(optimizer, state_dict, flags)
+
+
+def _loads_itself(optimizer: Any) -> bool:
+    own = getattr(type(optimizer), "load_state_dict", None)
+    return own is not Optimizer.load_state_dict
+
+
+# --- loading ------------------------------------------------------------------------------------
+
+
+def _load(optimizer: Any, state_dict: dict[str, Any], flags: str) -> None:
+    state_dict = state_dict.copy()
+    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        result = pre_hook(optimizer, state_dict)
+        if result is not None:
+            state_dict = result
+    params = _matched(optimizer, state_dict)
+    groups = _groups(optimizer, state_dict["param_groups"], flags)
+    state = _state(optimizer, state_dict["state"], params, groups)
+    optimizer.__setstate__({"state": state, "param_groups": groups})
+    if flags == "saved":
+        _tell_scaler(optimizer)
+    # `__setstate__` turns numbers of old checkpoints into tensors, by its own lights.
+    relocate(misplaced(optimizer, exact=True), exact=True)
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
+
+
+def _tell_scaler(optimizer: Any) -> None:
+    """A fused optimizer unscales gradients itself, and says so by an attribute that its constructor
+    sets and loading forgets."""
+    if type(optimizer).__module__.startswith("torch.optim.") and hasattr(
+        optimizer, "_step_supports_amp_scaling"
+    ):
+        optimizer._step_supports_amp_scaling = all(g.get("fused") for g in optimizer.param_groups)
+
+
+def _matched(optimizer: Any, state_dict: dict[str, Any]) -> dict[Any, tuple[int, Tensor]]:
+    """For each id in the checkpoint, the index of the group and the parameter that it is of.
+
+    Raises:
+        ValueError: groups or parameters are missing or left over.
+    """
+    live, saved = optimizer.param_groups, state_dict["param_groups"]
+    if len(live) != len(saved):
+        raise ValueError(
+            f"The optimizer has {len(live)} parameter groups and the checkpoint {len(saved)}: "
+            f"groups {_range(len(live), len(saved))} are "
+            f"{'not in the checkpoint' if len(live) > len(saved) else 'not in the optimizer'}."
+        )
+    matched: dict[Any, tuple[int, Tensor]] = {}
+    for index, (group, other) in enumerate(zip(live, saved, strict=True)):
+        params, ids = group["params"], other["params"]
+        names, saved_names = group.get("param_names"), other.get("param_names")
+        if len(params) != len(ids):
+            raise ValueError(_mismatch(index, len(params), len(ids), names, saved_names))
+        if names and saved_names and names != saved_names and set(names) == set(saved_names):
+            by_name = dict(zip(saved_names, ids, strict=True))
+            ids = [by_name[name] for name in names]
+        matched.update({i: (index, param) for i, param in zip(ids, params, strict=True)})
+    strays = [
+        key
+        for key, entry in state_dict["state"].items()
+        if isinstance(key, int)
+        and isinstance(entry, dict)
+        and key not in matched
+        and key not in optimizer.state
+    ]
+    if strays:
+        raise ValueError(
+            f"The checkpoint has state of parameters {_some(strays)}, which are in none of its "
+            f"groups."
+        )
+    return matched
+
+
+def _mismatch(
+    index: int, live: int, saved: int, names: list[str] | None, saved_names: list[str] | None
+) -> str:
+    text = f"Group {index} has {live} parameters and the checkpoint's {saved}: "
+    if names and saved_names:
+        absent = [name for name in names if name not in set(saved_names)]
+        extra = [name for name in saved_names if name not in set(names)]
+        parts = [f"{_some(absent)} not in the checkpoint"] * bool(absent)
+        parts += [f"{_some(extra)} not in the optimizer"] * bool(extra)
+        return text + ("; ".join(parts) or "some names occur twice") + "."
+    where = "the checkpoint" if live > saved else "the optimizer"
+    return text + f"parameters {_range(live, saved)} of the group are not in {where}."
+
+
+def _range(a: int, b: int) -> str:
+    return _some(list(range(min(a, b), max(a, b))))
+
+
+def _some(names: list[Any], limit: int = 8) -> str:
+    listed = ", ".join(repr(name) for name in names[:limit])
+    return listed + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _groups(optimizer: Any, saved: list[dict[str, Any]], flags: str) -> list[dict[str, Any]]:
+    """The saved options, in the live groups, with tensors where the live ones are."""
+    groups: list[dict[str, Any]] = []
+    owners: list[tuple[dict[str, Any], Path]] = []
+    requests: list[Request] = []
+    resolver = Resolver(optimizer)
+    for index, (live, other) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
+        options = {key: value for key, value in other.items() if key != "params"}
+        if flags == "live":
+            for flag in _FLAGS:
+                options.pop(flag, None)
+                if flag in live:
+                    options[flag] = live[flag]
+        for key, value in live.items():
+            # What the checkpoint does not say: the parameters, their names, options that are newer.
+            options.setdefault(key, value)
+        if "param_names" in live and live.get("param_names") is not None:
+            options["param_names"] = live["param_names"]
+        group = {
+            key: value
+            if key in ("params", "param_names")
+            else _as_live(value, live.get(key), flags)
+            for key, value in options.items()
+        }
+        for path, tensor in leaves(_without_params(group)):
+            owners.append((group, path))
+            requests.append(_request_in_group(resolver, index, live, path, tensor))
+        groups.append(group)
+    for (group, path), tensor in zip(owners, place(requests), strict=True):
+        replace(group, path, tensor)
+    return groups
+
+
+def _without_params(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _as_live(saved: Any, live: Any, flags: str) -> Any:
+    """A saved option as the kind of thing that the live one is: a number or a tensor."""
+    if isinstance(saved, list | tuple) and isinstance(live, list | tuple):
+        if len(saved) == len(live):
+            pairs = zip(saved, live, strict=True)
+            return type(live)(_as_live(entry, of, flags) for entry, of in pairs)
+        return deepcopy(saved)
+    if isinstance(saved, Tensor):
+        # A tensor is what capturing a graph needs; the checkpoint has one if its flags did.
+        number = isinstance(live, int | float) and not isinstance(live, bool)
+        return saved.item() if flags == "live" and number and saved.numel() == 1 else saved
+    if isinstance(live, Tensor) and isinstance(saved, int | float):
+        return torch.full_like(live, saved)
+    return mapped(saved, lambda _, leaf: leaf if isinstance(leaf, Tensor) else deepcopy(leaf))
+
+
+def _request_in_group(
+    resolver: Resolver, index: int, live: dict[str, Any], path: Path, tensor: Tensor
+) -> Request:
+    said = resolver.wanted_in_group(index, path, tensor)
+    if said.device is not None:
+        return Request(tensor, said.device, said.dtype)
+    like: Any = live
+    try:
+        for key in path:
+            like = like[key]
+    except (LookupError, TypeError):
+        like = None
+    if isinstance(like, Tensor):
+        return Request(tensor, like.device, like.dtype)
+    if tensor.device.type == "cpu" or not live["params"]:
+        return Request(tensor, tensor.device)
+    return Request(tensor, found(live["params"][0]).device or _CPU)
+
+
+def _state(
+    optimizer: Any,
+    saved: dict[Any, Any],
+    params: dict[Any, tuple[int, Tensor]],
+    groups: list[dict[str, Any]],
+) -> dict[Any, Any]:
+    """The saved state by parameter, every tensor a new one where it belongs.
+
+    Raises:
+        ValueError: a tensor that has its parameter's shape natively has another one.
+    """
+    resolver = Resolver(optimizer, groups=groups)
+    state: dict[Any, Any] = defaultdict(dict)
+    owners: list[tuple[Any, Path]] = []
+    requests: list[Request] = []
+    for key, entries in saved.items():
+        if key not in params:
+            state[key] = deepcopy(entries)
+            continue
+        index, param = params[key]
+        for path, tensor in leaves(entries):
+            generic = any_index(entries, path)
+            native = resolver.shape(index, param, generic)
+            _check_shape(optimizer, index, param, path, tensor, native)
+            wanted = resolver.wanted(index, param, path, entries, tensor)
+            owners.append((param, path))
+            requests.append(_request(wanted, param, tensor))
+        state[param] = mapped(
+            entries, lambda _, leaf: leaf if isinstance(leaf, Tensor) else deepcopy(leaf)
+        )
+    for (param, path), tensor in zip(owners, place(requests), strict=True):
+        state[param] = replace(state[param], path, tensor)
+    return state
+
+
+def _check_shape(
+    optimizer: Any,
+    index: int,
+    param: Tensor,
+    path: Path,
+    tensor: Tensor,
+    native: tuple[int, ...] | None,
+) -> None:
+    shape = tuple(param.shape)
+    # A shard beside a whole is for DTensor to say.
+    if native != shape or tuple(tensor.shape) == shape or is_dtensor(param) != is_dtensor(tensor):
+        return
+    key: Hashable = path[0] if len(path) == 1 else path
+    raise ValueError(
+        f"{key!r} of {name_of(optimizer, index, param)} has the shape {tuple(tensor.shape)} in the "
+        f"checkpoint, and the parameter {shape}."
+    )
+
+
+def _request(wanted: Placement, param: Tensor, tensor: Tensor) -> Request:
+    home = found(param).device or _CPU
+    if wanted.kind == "unknown":
+        on_host = found(tensor).kind != "device"
+        like_param = tensor.dim() > 0 and tensor.shape == param.shape
+        return Request(tensor, _CPU if on_host and not like_param else home)
+    fits = wanted.dtype is None or dtype_fits(tensor, wanted.dtype, exact=True)
+    device = home if wanted.kind == "device" else _CPU
+    return Request(tensor, device, None if fits else wanted.dtype, wanted.kind == "pinned")
+
+
+# --- optimizers that load themselves -------------------------------------------------------------
+
+
+def _delegate(optimizer: Any, state_dict: dict[str, Any], flags: str) -> None:
+    holders = members(optimizer)
+    groups = [getattr(o, "param_groups", []) for o in [optimizer, *holders]]
+    before = [[{f: g[f] for f in _FLAGS if f in g} for g in some] for some in groups]
+    # Some write into what they are given; the containers are copied, the tensors are not.
+    given = mapped(state_dict, lambda _, leaf: leaf)
+    optimizer.load_state_dict(given)
+    if flags == "live":
+        after = [getattr(o, "param_groups", []) for o in [optimizer, *holders]]
+        for old, new in zip(before, after, strict=True):
+            for kept, group in zip(old, new, strict=True):
+                for flag in _FLAGS:
+                    group.pop(flag, None)
+                group.update(kept)
+    saved = _saved_tensors(optimizer, state_dict)
+    theirs = {id(tensor) for _, tensor in leaves(state_dict)}
+    for member in members(optimizer):
+        _restore(member, saved, theirs)
+        relocate(misplaced(member, exact=True), exact=True)
+
+
+def _saved_tensors(optimizer: Any, state_dict: dict[str, Any]) -> dict[tuple[int, Path], Tensor]:
+    """The tensors of a state dict of the usual form, by parameter and path; none of another's."""
+    saved, live = state_dict.get("param_groups"), getattr(optimizer, "param_groups", None)
+    state = state_dict.get("state")
+    if not isinstance(saved, list) or not isinstance(state, dict) or live is None:
+        return {}
+    ids = [i for group in saved for i in group.get("params", [])]
+    params = [param for group in live for param in group["params"]]
+    if len(ids) != len(params):
+        return {}
+    return {
+        (id(param), path): tensor
+        for i, param in zip(ids, params, strict=True)
+        for path, tensor in leaves(state.get(i))
+    }
+
+
+def _restore(optimizer: Any, saved: dict[tuple[int, Path], Tensor], theirs: set[int]) -> None:
+    """Undo what a method of the optimizer's own has rounded, and take apart what it has kept of the
+    caller's."""
+    resolver = Resolver(optimizer)
+    owners: list[tuple[Any, Path]] = []
+    requests: list[Request] = []
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            state = optimizer.state.get(param, {})
+            for path, tensor in leaves(state):
+                source = saved.get((id(param), path))
+                wanted = resolver.wanted(index, param, path, state, tensor)
+                if source is not None and _was_rounded(source, tensor, wanted):
+                    requests.append(Request(source, tensor.device, wanted.dtype))
+                elif id(tensor) in theirs:
+                    requests.append(Request(tensor, tensor.device))
+                else:
+                    continue
+                owners.append((state, path))
+    for (state, path), tensor in zip(owners, place(requests), strict=True):
+        replace(state, path, tensor)
+
+
+def _was_rounded(source: Tensor, tensor: Tensor, wanted: Placement) -> bool:
+    return (
+        wanted.dtype is not None
+        and source.is_floating_point()
+        and tensor.is_floating_point()
+        and not is_dtensor(source)
+        and tensor.dtype != wanted.dtype
+        and source.dtype.itemsize > tensor.dtype.itemsize
+        and source.shape == tensor.shape
+        and torch.equal(source.to(tensor.dtype).to(tensor.device), tensor)
+    )

@@ -1,0 +1,287 @@
+"""``check``, ``repair`` and ``move``: optimizer state that is not where it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyckpt.optim.learning import reads_of
+from pyckpt.optim.places import Placement, Resolver, found, members
+from pyckpt.optim.tensors import (
+    Path,
+    is_dtensor,
+    is_plain,
+    leaves,
+    on_local_shard,
+    replace,
+)
+from pyckpt.optim.transfer import Request, place
+
+__all__ = ["Misplaced", "check", "move", "repair"]
+
+
+@dataclass(frozen=True, eq=False)
+class Misplaced:
+    """One tensor of an optimizer's state that is not where its optimizer would have it.
+
+    Attributes:
+        name: of the parameter: its own, or its group and index.
+        key: of the tensor in the parameter's state; in nested containers the tuple of keys.
+        found: where it is, and its dtype.
+        wanted: where it belongs.
+        syncs: how often each step therefore waits for the GPU, None where that is not known.
+        param: the parameter.
+    """
+
+    name: str
+    key: Hashable
+    found: Placement
+    wanted: Placement
+    syncs: int | None
+    param: Tensor
+
+    def __str__(self) -> str:
+        cost = "" if not self.syncs else f", {self.syncs} synchronisations a step"
+        return f"{self.key} of {self.name}: {self.found}, belongs on {self.wanted}{cost}"
+
+
+def check(optimizer: Any) -> list[Misplaced]:
+    """What of an optimizer's state is not where the optimizer itself would have created it.
+
+    A floating-point tensor of a *wider* dtype than its optimizer creates is not out of place:
+    keeping moments in float32 may be meant, and narrowing them could not be undone.
+
+    Args:
+        optimizer: an optimizer, or a wrapper that pyckpt knows.
+
+    Returns:
+        One entry a tensor, in the order of the parameters; empty where all is well. Its ``syncs``
+        are measured by stepping a throw-away clone on fake tensors.
+    """
+    return [
+        _described(entry, syncs=_syncs(entry))
+        for member in members(optimizer)
+        for entry in misplaced(member)
+    ]
+
+
+def repair(optimizer: Any) -> list[Misplaced]:
+    """Put what `check` finds where it belongs, in place.
+
+    All small tensors of a device that belong on the host are gathered there, copied once and
+    taken apart: one synchronisation, however many parameters. The other way it is one copy too.
+    Each gets memory of its own, but for tensors that shared theirs before. The state's dictionaries
+    and lists stay the same objects; the tensors in them are new ones.
+
+    Returns:
+        What was put right. ``syncs`` is None: that is not measured here.
+    """
+    entries = [entry for member in members(optimizer) for entry in misplaced(member)]
+    relocate(entries)
+    return [_described(entry, syncs=None) for entry in entries]
+
+
+def move(optimizer: Any, device: torch.device | str | None = None) -> None:
+    """Move an optimizer's state, what belongs on the host staying there or returning there.
+
+    Args:
+        device: None for each parameter's own device; otherwise one device for everything that
+            would lie with its parameter, as when the state is to make room for something else.
+            `Offloader` does that faster, and gives back the same tensors.
+
+    Dtypes are kept, and so is shared memory. DTensors move by their local shards. Where nothing
+    is known about a tensor, one on the host stays and one on a device moves. Tensors in the
+    groups (``lr``, betas) move only if they are on a device.
+    """
+    target = None if device is None else _indexed(torch.device(device))
+    requests: list[Request] = []
+    owners: list[tuple[Any, Path]] = []
+    for member in members(optimizer):
+        # What would be on the host beside the target is not known of parameters on the CPU.
+        device_type = target.type if target is not None and target.type != "cpu" else None
+        resolver = Resolver(member, device_type=device_type)
+        for index, param, state in _states(member):
+            home = target or _device_of(param)
+            for path, tensor in leaves(state):
+                wanted = resolver.wanted(index, param, path, state, tensor)
+                goal = _goal(wanted, tensor, home)
+                if goal is not None and goal != _device_of(tensor):
+                    owners.append((state, path))
+                    requests.append(Request(tensor, goal))
+        for group in member.param_groups:
+            for path, tensor in list(leaves(group)):
+                if path[0] == "params" or tensor.device.type == "cpu" or not group["params"]:
+                    continue
+                goal = target or _device_of(group["params"][0])
+                if goal != tensor.device:
+                    owners.append((group, path))
+                    requests.append(Request(tensor, goal))
+    _replace_all(owners, place(requests))
+
+
+def _indexed(device: torch.device) -> torch.device:
+    # A tensor's device always has an index where there can be several.
+    if device.type in ("cpu", "meta") or device.index is not None:
+        return device
+    index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
+    return torch.device(device.type, index)
+
+
+def _goal(wanted: Placement, tensor: Tensor, home: torch.device) -> torch.device | None:
+    """The device to move to, or None to stay."""
+    if wanted.kind == "device":
+        return home
+    if wanted.kind == "unknown":
+        return None if _device_of(tensor).type == "cpu" else home
+    if wanted.kind == "paged" or getattr(tensor, "is_paged", False):
+        return None
+    return torch.device("cpu")
+
+
+# --- what check and repair share ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A tensor to be replaced: which, of what, and by what."""
+
+    optimizer: Any
+    index: int
+    param: Tensor
+    state: Any
+    path: Path
+    tensor: Tensor
+    wanted: Placement
+
+
+def _states(optimizer: Any) -> Iterator[tuple[int, Tensor, Any]]:
+    """Each parameter's state with the index of its group; then what belongs to no parameter, as if
+    to the first."""
+    seen = set()
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param in optimizer.state:
+                seen.add(id(param))
+                yield index, param, optimizer.state[param]
+    first = next((g["params"][0] for g in optimizer.param_groups if g["params"]), None)
+    if first is None:
+        return
+    for key, state in optimizer.state.items():
+        if id(key) not in seen:
+            yield 0, first, state
+
+
+def misplaced(optimizer: Any, *, exact: bool = False) -> list[Entry]:
+    resolver = Resolver(optimizer)
+    entries = []
+    for index, param, state in _states(optimizer):
+        for path, tensor in leaves(state):
+            wanted = resolver.wanted(index, param, path, state, tensor)
+            if not _is_home(optimizer, wanted, tensor, exact=exact):
+                entries.append(Entry(optimizer, index, param, state, path, tensor, wanted))
+    return entries
+
+
+def _is_home(optimizer: Any, wanted: Placement, tensor: Tensor, *, exact: bool) -> bool:
+    if wanted.kind == "unknown":
+        return True
+    paged = getattr(tensor, "is_paged", False)
+    on_host = _device_of(tensor).type == "cpu"
+    if wanted.kind == "paged":
+        return paged or not hasattr(optimizer, "get_state_buffer")
+    if not paged:
+        if wanted.kind == "device" and _device_of(tensor) != wanted.device:
+            return False
+        if wanted.kind in ("host", "pinned") and not on_host:
+            return False
+        if wanted.kind == "pinned" and torch.cuda.is_available() and found(tensor).kind == "host":
+            return False
+    return wanted.dtype is None or dtype_fits(tensor, wanted.dtype, exact=exact)
+
+
+def dtype_fits(tensor: Tensor, wanted: torch.dtype, *, exact: bool) -> bool:
+    """Whether a tensor may keep its dtype. Neither float nor a counter, it has its own format."""
+    has = tensor.dtype
+    if has == wanted or not is_plain(on_local_shard(tensor)[0]):
+        return True
+    if not wanted.is_floating_point:
+        return True
+    if not has.is_floating_point:
+        return tensor.numel() != 1 or has.is_complex
+    return not exact and has.itemsize > wanted.itemsize
+
+
+def _device_of(tensor: Tensor) -> torch.device:
+    return tensor._local_tensor.device if is_dtensor(tensor) else tensor.device  # type: ignore[attr-defined]
+
+
+def _described(entry: Entry, *, syncs: int | None) -> Misplaced:
+    return Misplaced(
+        name=name_of(entry.optimizer, entry.index, entry.param),
+        key=entry.path[0] if len(entry.path) == 1 else entry.path,
+        found=found(entry.tensor),
+        wanted=entry.wanted,
+        syncs=syncs,
+        param=entry.param,
+    )
+
+
+def name_of(optimizer: Any, index: int, param: Tensor) -> str:
+    group = optimizer.param_groups[index]
+    position = next(i for i, other in enumerate(group["params"]) if other is param)
+    names = group.get("param_names")
+    return names[position] if names else f"parameter {position} of group {index}"
+
+
+def _syncs(entry: Entry) -> int | None:
+    if entry.wanted.kind not in ("host", "pinned"):
+        # On the host instead of the device: a step may fail, or copy, as its kernels will have it.
+        on_host = _device_of(entry.tensor).type == "cpu"
+        return None if on_host and entry.wanted.kind == "device" else 0
+    resolver = Resolver(entry.optimizer)
+    return reads_of(
+        entry.optimizer,
+        entry.optimizer.param_groups[entry.index],
+        resolver.spec(entry.param),
+        entry.path,
+        _device_of(entry.tensor).type,
+    )
+
+
+def relocate(entries: list[Entry], *, exact: bool = False) -> None:
+    """Replace each entry's tensor by one of the same value where it is wanted."""
+    owners: list[tuple[Any, Path]] = []
+    requests: list[Request] = []
+    for entry in entries:
+        tensor, wanted = entry.tensor, entry.wanted
+        if wanted.kind == "paged":
+            _replace_all([(entry.state, entry.path)], [_paged(entry)])
+            continue
+        stays = getattr(tensor, "is_paged", False) or wanted.device is None
+        fits = wanted.dtype is None or dtype_fits(tensor, wanted.dtype, exact=exact)
+        requests.append(
+            Request(
+                tensor,
+                _device_of(tensor) if stays else wanted.device or _device_of(tensor),
+                None if fits else wanted.dtype,
+                wanted.kind == "pinned",
+            )
+        )
+        owners.append((entry.state, entry.path))
+    _replace_all(owners, place(requests))
+
+
+def _paged(entry: Entry) -> Tensor:
+    """Unified memory from the optimizer, which alone knows how it allocates it."""
+    buffer: Tensor = entry.optimizer.get_state_buffer(entry.param, dtype=entry.tensor.dtype)
+    buffer.copy_(entry.tensor.to("cpu"))
+    return buffer
+
+
+def _replace_all(owners: list[tuple[Any, Path]], tensors: list[Tensor]) -> None:
+    for (state, path), tensor in zip(owners, tensors, strict=True):
+        replace(state, path, tensor)

@@ -1,0 +1,274 @@
+"""``Offloader``: optimizer state out to the host and back, while something else needs the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_module
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from pyckpt.optim import buffers
+from pyckpt.optim.places import members
+from pyckpt.optim.tensors import leaves, plain_parts
+
+__all__ = ["Offloader"]
+
+_ALIGNMENT = 512  # of each storage's place in a buffer, in bytes; enough for any copy engine
+
+
+@dataclass
+class _Away:
+    """One storage whose bytes are in host memory. It is kept by the tensors that are in it, and
+    here, so that what is put back is what was taken."""
+
+    storage: UntypedStorage
+    nbytes: int
+    host: Tensor
+    backend: buffers.Backend
+
+
+class Offloader:
+    """Takes an optimizer's state out of GPU memory and brings it back into the same tensors.
+
+    ::
+
+        offloader = Offloader(optimizer)  # once: it keeps its host memory
+        for batch in loop:
+            with offloader:
+                generate(batch)  # the state's GPU memory is free
+            train(batch)
+
+    Both ways are asynchronous, on a stream of their own and through page-locked memory that is
+    allocated in the first round, or when the state has grown, and kept. What was queued before
+    `offload` sees the state as it was. After `reload`, the next ``step`` or ``state_dict`` of the
+    optimizer is ordered behind the copies, on the GPU: nothing waits on the CPU. Whoever reads the
+    state directly calls `wait` first.
+
+    Each storage travels once, whatever tensors share it; DTensors travel by their local shards.
+    State on the host stays where it is, and so does memory that parameters or gradients use too.
+    The memory goes back to PyTorch's allocator: for other processes, call `wait` and then
+    ``torch.cuda.empty_cache()``. Addresses change, so a captured CUDA graph of the step must be
+    captured again. For one thread at a time.
+
+    Args:
+        optimizer: the optimizer, or a wrapper that pyckpt knows.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._backends: dict[torch.device, buffers.Backend | None] = {}
+        self._buffers: dict[torch.device, list[Tensor]] = {}
+        self._away: list[_Away] = []
+        self._fences: list[tuple[buffers.Backend, Any]] = []
+        # These hold this object, so that it cannot go while it has the state.
+        self._hooks: list[Any] = []
+        self._step_hook: Any = None
+        self._guarded: set[int] = set()
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the state is out."""
+        return bool(self._away)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of page-locked memory that are kept for the state."""
+        return sum(b.numel() for some in self._buffers.values() for b in some)
+
+    def offload(self) -> None:
+        """Queue the copies to the host and free the GPU memory behind them. Does nothing where the
+        state is out already.
+
+        Raises:
+            MemoryError, RuntimeError: no host memory; the state is where it was.
+        """
+        if self._away:
+            return
+        self._order()
+        away = self._planned()
+        by_backend: dict[int, list[_Away]] = {}
+        for entry in away:
+            by_backend.setdefault(id(entry.backend), []).append(entry)
+        for entries in by_backend.values():
+            backend = entries[0].backend
+            backend.copy_out([(entry.host, entry.storage) for entry in entries])
+            self._fences.append((backend, backend.fence()))
+        for entry in away:
+            entry.storage.resize_(0)
+        self._away = away
+        if away:
+            self._guard()
+
+    def reload(self) -> None:
+        """Allocate the GPU memory again and queue the copies back. Does nothing where the state is
+        not out.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room; the state is still out, and this may be
+                called again.
+        """
+        grown: list[_Away] = []
+        try:
+            for entry in self._away:
+                grown.append(entry)
+                entry.storage.resize_(entry.nbytes)
+        except BaseException:
+            for entry in grown:
+                entry.storage.resize_(0)
+            raise
+        by_backend: dict[int, list[_Away]] = {}
+        for entry in self._away:
+            by_backend.setdefault(id(entry.backend), []).append(entry)
+        self._fences.clear()  # of the copies out, which the copies in are behind
+        for entries in by_backend.values():
+            backend = entries[0].backend
+            backend.copy_in([(entry.storage, entry.host) for entry in entries])
+            self._fences.append((backend, backend.fence()))
+        self._away = []
+
+    def wait(self) -> None:
+        """Block until all copies are done, so that the memory is free or the state is there."""
+        for backend, fence in self._fences:
+            backend.wait(fence)
+        self._order()
+
+    def close(self) -> None:
+        """Bring the state back and free the host memory. Idempotent; the Offloader stays usable."""
+        self.reload()
+        self.wait()
+        self._buffers.clear()
+
+    def __enter__(self) -> Offloader:
+        self.offload()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.reload()
+
+    # --- what goes where ----------------------------------------------------------------------
+
+    def _planned(self) -> list[_Away]:
+        """Every storage to take out, with its place in host memory. The plan is made anew each
+        time, so state may come, go and be replaced between rounds; the same state gets the same
+        places."""
+        found: dict[int, tuple[UntypedStorage, torch.device]] = {}
+        kept = set()
+        for member in members(self._optimizer):
+            for group in member.param_groups:
+                for param in group["params"]:
+                    for tensor in (param, param.grad):
+                        if tensor is not None:
+                            kept |= {p.untyped_storage()._cdata for p in plain_parts(tensor)}
+            for state in member.state.values():
+                for _, tensor in leaves(state):
+                    for part in plain_parts(tensor):
+                        backend = self._backend(part.device)
+                        if backend is not None and backend.holds(part):
+                            storage = part.untyped_storage()
+                            found.setdefault(storage._cdata, (storage, part.device))
+        return [
+            entry
+            for device in dict.fromkeys(device for _, device in found.values())
+            for entry in self._placed(
+                device,
+                [
+                    storage
+                    for identity, (storage, where) in found.items()
+                    if where == device and identity not in kept and storage.nbytes()
+                ],
+            )
+        ]
+
+    def _placed(self, device: torch.device, storages: list[UntypedStorage]) -> list[_Away]:
+        """A place in the device's host buffers for each storage; what has no room gets one more
+        buffer. Largest first, so that the order in which state was made does not matter."""
+        backend = self._backend(device)
+        assert backend is not None
+        kept = self._buffers.setdefault(device, [])
+        storages = sorted(storages, key=lambda storage: -storage.nbytes())
+        sizes = [storage.nbytes() for storage in storages]
+        away = []
+        which = offset = 0
+        for index, (storage, size) in enumerate(zip(storages, sizes, strict=True)):
+            while which < len(kept) and offset + size > kept[which].numel():
+                which, offset = which + 1, 0
+            if which == len(kept):
+                kept.append(backend.host_buffer(sum(map(_aligned, sizes[index:]))))
+            away.append(_Away(storage, size, kept[which][offset : offset + size], backend))
+            offset += _aligned(size)
+        return away
+
+    def _backend(self, device: torch.device) -> buffers.Backend | None:
+        if device not in self._backends:
+            self._backends[device] = buffers.backend_for(device)
+        return self._backends[device]
+
+    # --- the guard ----------------------------------------------------------------------------
+
+    def _order(self) -> None:
+        """Let the caller's streams wait for all copies; then there is nothing left to guard."""
+        for backend, fence in self._fences:
+            backend.order_after(fence)
+        self._fences.clear()
+        if not self._away:
+            self._unguard()
+
+    def _guard(self) -> None:
+        self._unguard()
+        holders = [self._optimizer, *members(self._optimizer)]
+        self._guarded = {id(holder) for holder in holders}
+        self._step_hook = register_optimizer_step_pre_hook(self._before_step)
+        for holder in {id(h): h for h in holders if isinstance(h, Optimizer)}.values():
+            self._hooks += [
+                holder.register_state_dict_pre_hook(self._before_state_dict),
+                holder.register_load_state_dict_pre_hook(self._before_load),
+            ]
+
+    def _unguard(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._step_hook is not None:
+            self._step_hook.remove()
+            self._step_hook = None
+
+    def _before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if id(optimizer) not in self._guarded:
+            return
+        self._refuse_while_away("step")
+        hook, hooks = self._step_hook, optimizer_module._global_optimizer_pre_hooks
+        # Torch is going through these hooks. The last of them may leave; of any other its going
+        # would be an error, so it stays until the next call, without effect.
+        is_last = hook is not None and next(reversed(hooks), None) == hook.id
+        if not is_last:
+            self._step_hook = None
+        self._order()
+        if not is_last:
+            self._step_hook = hook
+
+    def _before_state_dict(self, _optimizer: Any) -> None:
+        self._refuse_while_away("state_dict")
+        # The step may come on another stream, so it is ordered for itself.
+        for backend, fence in self._fences:
+            backend.order_after(fence)
+
+    def _before_load(self, _optimizer: Any, _state_dict: Any) -> None:
+        self._refuse_while_away("load_state_dict")
+
+    def _refuse_while_away(self, what: str) -> None:
+        if self._away:
+            raise RuntimeError(f"{what}: the optimizer's state is offloaded. Call reload() first.")
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

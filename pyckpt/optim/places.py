@@ -1,0 +1,292 @@
+"""Where the tensors of an optimizer's state belong: learned, or said by a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pyckpt.optim.learning import Learned, Spec, learn
+from pyckpt.optim.tensors import Path, any_index, is_dtensor, leaves
+
+__all__ = [
+    "Placement",
+    "Placements",
+    "Resolver",
+    "Rule",
+    "found",
+    "placement",
+    "register_placement",
+]
+
+Kind = Literal["host", "device", "pinned", "paged", "unknown"]
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one entry of an optimizer's state is, or belongs.
+
+    Attributes:
+        kind: "host" (plain CPU memory), "device" (with its parameter), "pinned" (page-locked CPU
+            memory), "paged" (unified memory that the driver moves; torch calls its device "cpu"),
+            or "unknown": nothing is known, so what is on the host stays there.
+        dtype: None where it is unknown, or the entry is a Python number.
+        device: None where it is unknown, or not yet told for which parameter.
+    """
+
+    kind: Kind
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+
+    def __str__(self) -> str:
+        where = str(self.device) if self.kind == "device" and self.device else self.kind
+        return where if self.dtype is None else f"{where} {str(self.dtype).removeprefix('torch.')}"
+
+
+UNKNOWN = Placement("unknown")
+
+Rule = Callable[[Any, dict[str, Any], Tensor | None, Path, Any], Placement | None]
+
+
+class Placements(Mapping[Tensor, Mapping[Hashable, Placement]]):
+    """What `placement` returns: for each parameter, for each key of its state, a `Placement`.
+
+    An entry of a nested container is under the tuple of keys and indices that leads to it.
+
+    Attributes:
+        param_groups: for each group, where its tensors (a tensor ``lr``, betas) are, which is where
+            they stay.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[Tensor, Mapping[Hashable, Placement]],
+        param_groups: list[Mapping[Hashable, Placement]],
+    ) -> None:
+        self._state = state
+        self.param_groups = param_groups
+
+    def __getitem__(self, param: Tensor) -> Mapping[Hashable, Placement]:
+        return self._state[param]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+def placement(optimizer: Any) -> Placements:
+    """Where every entry of an optimizer's state belongs, whether or not it is there yet.
+
+    It is learned from what the optimizer's own ``step`` creates for such a parameter under the live
+    options of its group, on a throw-away clone and fake tensors: nothing of the optimizer changes,
+    no hook runs, and no GPU is needed. Results are kept by class, options, and device, dtype and
+    shape of the parameter. For optimizers that cannot be run so there are rules; see
+    `register_placement`. What neither knows is "unknown".
+
+    Args:
+        optimizer: a `torch.optim.Optimizer`, or a wrapper of some that pyckpt knows.
+
+    Returns:
+        A mapping: parameter -> key -> `Placement`. Keys in nested containers are tuples.
+    """
+    state: dict[Tensor, dict[Hashable, Placement]] = {}
+    groups: list[Mapping[Hashable, Placement]] = []
+    for member in members(optimizer):
+        resolver = Resolver(member)
+        for index, group in enumerate(member.param_groups):
+            groups.append({_name(path): found(t) for path, t in leaves(_without_params(group), ())})
+            for param in group["params"]:
+                entries: dict[Hashable, Placement] = {
+                    _name(path): resolver.completed(native, param)
+                    for path, native in resolver.learned(index, param).items()
+                }
+                live = member.state.get(param, {})
+                for path, tensor in leaves(live):
+                    if entries.pop(_name(any_index(live, path)), None) is not None:
+                        pass  # said below, under the index that it has
+                    entries[_name(path)] = resolver.wanted(index, param, path, live, tensor)
+                state[param] = entries
+    return Placements(state, groups)
+
+
+def _name(path: Path) -> Hashable:
+    return path[0] if len(path) == 1 else path
+
+
+def _without_params(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def found(tensor: Tensor) -> Placement:
+    """Where a tensor is."""
+    device = tensor._local_tensor.device if is_dtensor(tensor) else tensor.device  # type: ignore[attr-defined]
+    if getattr(tensor, "is_paged", False):
+        return Placement("paged", tensor.dtype, device)
+    if device.type != "cpu":
+        return Placement("device", tensor.dtype, device)
+    # Asking costs a call into CUDA, and makes no sense for what has no memory of its own.
+    pinned = torch.cuda.is_available() and type(tensor) is Tensor and tensor.is_pinned()
+    return Placement("pinned" if pinned else "host", tensor.dtype, device)
+
+
+# --- rules ------------------------------------------------------------------------------------
+
+_rules: dict[type | str, Rule] = {}
+
+
+def register_placement(cls: type | str, rule: Rule) -> None:
+    """Say where the state of an optimizer belongs that cannot be run on fake tensors.
+
+    Args:
+        cls: the class, whose subclasses follow the rule too, or its qualified name
+            (``"package.module.Class"``), so that it need not be imported.
+        rule: called as ``rule(optimizer, group, param, path, value)`` for each tensor, with the
+            keys and indices to it in the parameter's state; with ``param`` None for a tensor in the
+            group itself. Returns a `Placement`, whose ``device`` may be left out, or None where it
+            does not know. An optimizer with a rule is never run. The last one registered wins.
+    """
+    _rules[cls] = rule
+
+
+def rule_for(cls: type) -> Rule | None:
+    for base in cls.__mro__:
+        for name in (base, f"{base.__module__}.{base.__qualname__}"):
+            if name in _rules:
+                return _rules[name]
+    return None
+
+
+# --- wrappers ---------------------------------------------------------------------------------
+
+# Optimizers that keep others, by qualified name. Of some, all state and all groups are those of the
+# one they wrap:
+_TRANSPARENT: dict[str, str] = {
+    "accelerate.optimizer.AcceleratedOptimizer": "optimizer",
+    "lightning.fabric.wrappers._FabricOptimizer": "_optimizer",
+    "lightning.pytorch.core.optimizer.LightningOptimizer": "_optimizer",
+    "schedulefree.wrap_schedulefree.ScheduleFreeWrapper": "base",
+    "schedulefree.wrap_schedulefree_reference.ScheduleFreeWrapperReference": "base",
+}
+# Others have a state dict of their own:
+_WRAPPED: dict[str, Callable[[Any], list[Any]]] = {
+    "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": (
+        lambda optimizer: [optimizer.optim]
+    ),
+    "torchao.optim.cpu_offload.CPUOffloadOptimizer": (
+        lambda optimizer: [*optimizer.optim_dict.values(), optimizer.d_opt]
+    ),
+}
+
+
+def _by_name(table: dict[str, Any], cls: type) -> Any:
+    names = (f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
+    return next((table[name] for name in names if name in table), None)
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer behind wrappers that add nothing to its state."""
+    while (attribute := _by_name(_TRANSPARENT, type(optimizer))) is not None:
+        optimizer = getattr(optimizer, attribute)
+    return optimizer
+
+
+def members(optimizer: Any) -> list[Any]:
+    """The optimizers that hold the state: the one itself, or those it wraps.
+
+    One that has no ``state`` or no groups, and that is not known, has none: it is left alone.
+    """
+    optimizer = unwrapped(optimizer)
+    inner = _by_name(_WRAPPED, type(optimizer))
+    if inner is not None:
+        return [m for o in inner(optimizer) if o is not None for m in members(o)]
+    if hasattr(optimizer, "state") and hasattr(optimizer, "param_groups"):
+        return [optimizer]
+    return []
+
+
+# --- resolving --------------------------------------------------------------------------------
+
+
+class Resolver:
+    """Tells where each tensor of one optimizer belongs. Made anew for each use: it holds what was
+    learned for the options that the groups have now.
+
+    Args:
+        groups: other groups than the live ones to go by.
+        device_type: learn for parameters on this type of device instead of their own.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        groups: list[dict[str, Any]] | None = None,
+        device_type: str | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._groups = optimizer.param_groups if groups is None else groups
+        self._device_type = device_type
+        self._rule = rule_for(type(optimizer))
+        self._by_group: dict[int, dict[Spec, Learned]] = {}
+        self._tables: dict[tuple[int, Spec], dict[Path, Placement]] = {}
+
+    def spec(self, param: Tensor) -> Spec:
+        return Spec.of(param, self._device_type)
+
+    def learned(self, index: int, param: Tensor) -> dict[Path, Placement]:
+        """What a parameter of that group natively has, without devices, by path."""
+        if self._rule is not None:
+            return {}
+        key = (index, self.spec(param))
+        if key not in self._tables:
+            natives = self._group(index)[key[1]].natives
+            self._tables[key] = {
+                path: Placement(native.kind, native.dtype) for path, native in natives.items()
+            }
+        return self._tables[key]
+
+    def shape(self, index: int, param: Tensor, generic: Path) -> tuple[int, ...] | None:
+        """The shape that the tensor at that path natively has, where it was learned."""
+        if self._rule is not None:
+            return None
+        native = self._group(index)[self.spec(param)].natives.get(generic)
+        return None if native is None else native.shape
+
+    def _group(self, index: int) -> dict[Spec, Learned]:
+        if index not in self._by_group:
+            group = self._groups[index]
+            specs = dict.fromkeys(self.spec(param) for param in group["params"])
+            self._by_group[index] = learn(self._optimizer, group, specs)
+        return self._by_group[index]
+
+    def wanted(self, index: int, param: Tensor, path: Path, state: Any, value: Any) -> Placement:
+        """Where the tensor at ``path`` of ``state``, the parameter's, belongs."""
+        if self._rule is not None:
+            said = self._rule(self._optimizer, self._groups[index], param, path, value)
+            return UNKNOWN if said is None else self.completed(said, param)
+        table = self.learned(index, param)
+        native = table.get(path) or table.get(any_index(state, path))
+        return UNKNOWN if native is None else self.completed(native, param)
+
+    def wanted_in_group(self, index: int, path: Path, value: Any) -> Placement:
+        """Where a tensor of the group itself belongs; only rules know."""
+        group = self._groups[index]
+        if self._rule is None or not group["params"]:
+            return UNKNOWN
+        said = self._rule(self._optimizer, group, None, path, value)
+        return UNKNOWN if said is None else self.completed(said, group["params"][0])
+
+    def completed(self, native: Placement, param: Tensor) -> Placement:
+        """The placement with the device it means for this parameter."""
+        if native.device is not None or native.kind == "unknown":
+            return native
+        if native.kind != "device":
+            return replace(native, device=_CPU)
+        device = param._local_tensor.device if is_dtensor(param) else param.device  # type: ignore[attr-defined]
+        return replace(native, device=device)
