@@ -46,7 +46,9 @@ def flags() -> tuple[list[str], list[str]]:
 cuda = with_cuda()
 compile_flags, link_flags = flags()
 sources = sorted(str(path.relative_to(HERE)) for path in (HERE / "csrc").glob("*.cpp"))
-if not cuda:
+if cuda:
+    sources.append("csrc/pack.cu")
+else:
     sources.remove("csrc/device_cuda.cpp")
 
 # What importing compares with the torch it finds, before it loads the extension.
@@ -62,7 +64,7 @@ setup(
             "pyckpt._C",
             sources,
             define_macros=[("PYCKPT_CUDA", None)] if cuda else [],
-            extra_compile_args=compile_flags,
+            extra_compile_args={"cxx": compile_flags, "nvcc": ["-std=c++17", "-O3"]},
             extra_link_args=link_flags,
         )
     ],

@@ -395,7 +395,7 @@ def _load_in_child(rank: int, reader: str, path: Path, size: int, created: bool)
 def measure_memory(report: Report, options: Options) -> None:
     size = options.size // LARGE_TENSORS // 4 * 4 * LARGE_TENSORS
     in_children(1, _save_in_child, size, options.directory)
-    ring = pyckpt.Engine.max_pinned_bytes
+    ring = pyckpt.Engine.slot_bytes * pyckpt.Engine.io_threads
 
     def in_child(reader: str, path: Path, created: bool) -> Sample:
         sample: Sample = in_children(1, _load_in_child, reader, path, size, created)[0]

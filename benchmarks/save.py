@@ -248,7 +248,7 @@ def measure_memory(report: Report, options: Options) -> None:
         ),
     )
     report.table("Memory", "memory", {"growth_bytes": ("peak growth MiB", lambda size: size / MIB)})
-    ring = pyckpt.Engine.max_pinned_bytes
+    ring = pyckpt.Engine.slot_bytes * pyckpt.Engine.io_threads
     growth = report.median("memory", OURS, "growth_bytes")
     report.target(
         f"memory: peak growth of a save (the ring's {ring // MIB} MiB + 64 MiB)",

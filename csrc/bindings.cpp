@@ -1,60 +1,21 @@
 // The Python module pyckpt._C: conversions, the GIL, exceptions; nothing else. pyckpt/_C.pyi
 // documents it.
-#include <ATen/core/Tensor.h>
-#include <torch/csrc/utils/pybind.h>
+#include "bindings.h"
+
 #include <torch/version.h>
 
-#ifdef PYCKPT_CUDA
-#include <c10/cuda/CUDAStream.h>
-#endif
-
-#include <deque>
+#include <cstring>
 #include <memory>
-#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "crc32.h"
-#include "engine.h"
 #include "envelope.h"
 #include "error.h"
-#include "read_job.h"
-#include "write_job.h"
-
-namespace py = pybind11;
 
 namespace pyckpt {
 namespace {
-
-Direct to_direct(const std::string& name) {
-  if (name == "auto") return Direct::kAuto;
-  if (name == "require") return Direct::kRequire;
-  if (name == "off") return Direct::kOff;
-  throw std::invalid_argument("direct must be 'auto', 'require' or 'off', not '" + name + "'");
-}
-
-// A buffer whose bytes lie one after another; throws BufferError where they do not.
-class ContiguousBuffer {
- public:
-  explicit ContiguousBuffer(const py::handle& object, int flags = PyBUF_SIMPLE)
-      : view_(std::make_unique<Py_buffer>()) {
-    if (PyObject_GetBuffer(object.ptr(), view_.get(), flags) != 0) {
-      view_.reset();
-      throw py::error_already_set();
-    }
-  }
-  ContiguousBuffer(ContiguousBuffer&&) = default;
-  ContiguousBuffer& operator=(ContiguousBuffer&&) = default;
-  ~ContiguousBuffer() {
-    if (view_) PyBuffer_Release(view_.get());
-  }
-
-  std::byte* data() const { return static_cast<std::byte*>(view_->buf); }
-  size_t size() const { return static_cast<size_t>(view_->len); }
-
- private:
-  std::unique_ptr<Py_buffer> view_;
-};
 
 uint32_t crc32_of(const py::object& buffer, uint32_t crc) {
   const ContiguousBuffer view(buffer);
@@ -62,221 +23,29 @@ uint32_t crc32_of(const py::object& buffer, uint32_t crc) {
   return crc32(crc, view.data(), view.size());
 }
 
-// Whether the tensor is memory and nothing more: its bytes, as they lie, are its values. Throws
-// std::invalid_argument where the memory is not there.
-bool is_plain(const at::Tensor& tensor) {
-  // Subclasses may be made of other tensors, and have no memory behind what they say of themselves.
-  if (tensor.key_set().has(c10::DispatchKey::Python)) return false;
-  const at::Device device = tensor.device();
-  if (!device.is_cpu() && !device.is_cuda()) return false;
-  if (tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_conj() ||
-      tensor.is_neg() || !tensor.has_storage()) {
+// Writes words into a buffer, each at its position, native byte order both. A word whose position
+// is all ones must be the one it was before; returns whether all such are. See
+// pyckpt.format.template.
+bool fill_words(const py::object& buffer, const py::bytes& positions, const py::bytes& before,
+                const py::bytes& words) {
+  const ContiguousBuffer to(buffer, PyBUF_WRITABLE);
+  const std::string_view at = positions, expected = before, values = words;
+  constexpr size_t kWord = sizeof(uint64_t);
+  if (at.size() % kWord != 0 || expected.size() != at.size() || values.size() != at.size()) {
     return false;
   }
-  uint64_t end = tensor.numel() == 0 ? 0 : 1;  // in elements, from the tensor's first
-  for (int64_t d = 0; end != 0 && d < tensor.dim(); ++d) {
-    end += static_cast<uint64_t>(tensor.size(d) - 1) * static_cast<uint64_t>(tensor.stride(d));
-  }
-  if (end != 0) end += static_cast<uint64_t>(tensor.storage_offset());
-  if (end * tensor.element_size() > tensor.storage().nbytes()) {
-    throw std::invalid_argument(
-        "the tensor is larger than its storage: its memory was freed (resize_(0)?)");
+  for (size_t i = 0; i < at.size(); i += kWord) {
+    uint64_t position;
+    std::memcpy(&position, at.data() + i, kWord);
+    if (position == UINT64_MAX) {
+      if (std::memcmp(values.data() + i, expected.data() + i, kWord) != 0) return false;
+      continue;
+    }
+    if (position > to.size() || to.size() - position < kWord) return false;
+    std::memcpy(to.data() + position, values.data() + i, kWord);
   }
   return true;
 }
-
-// The engine's device for a CUDA tensor, once all that the caller queued on it is over: engine
-// threads copy on a stream that knows nothing of the caller's.
-std::shared_ptr<Device> device_of(Engine& engine, const at::Tensor& tensor) {
-  const int index = tensor.get_device();
-#ifdef PYCKPT_CUDA
-  py::gil_scoped_release release;
-  c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(index)).synchronize();
-#endif
-  return engine.cuda_device(index);
-}
-
-// A WriteJob, and what keeps alive the memory that it reads.
-class PyWriteJob {
- public:
-  PyWriteJob(std::shared_ptr<Engine> engine, const std::string& path, const std::string& direct,
-             bool sync, uint64_t preallocate)
-      : engine_(std::move(engine)) {
-    WriteOptions options{to_direct(direct), sync, preallocate};
-    py::gil_scoped_release release;
-    job_ = engine_->start_write(path, options);
-  }
-  PyWriteJob(const PyWriteJob&) = delete;
-  PyWriteJob& operator=(const PyWriteJob&) = delete;
-  ~PyWriteJob() {
-    if (job_ && job_->forked()) {
-      new std::shared_ptr<WriteJob>(std::move(job_));  // must not be destroyed here
-      return;
-    }
-    abandon();
-  }
-
-  bool add_tensor(const at::Tensor& tensor, const std::shared_ptr<Envelope>& envelope) {
-    if (!is_plain(tensor)) return false;
-    Source source;
-    source.data = static_cast<const std::byte*>(tensor.const_data_ptr());
-    source.size = tensor.nbytes();
-    if (source.size != envelope->payload_size) {
-      throw std::invalid_argument("the envelope is for another number of bytes");
-    }
-    if (!tensor.is_non_overlapping_and_dense()) {
-      if (!tensor.is_cpu()) return false;
-      source.strided = std::make_shared<Strided>(tensor.sizes().vec(), tensor.strides().vec(),
-                                                 tensor.element_size());
-    }
-    if (tensor.is_cuda()) source.device = device_of(*engine_, tensor);
-    held_.push_back({tensor, {}});
-    add(envelope, std::move(source));
-    return true;
-  }
-
-  void add_bytes(const py::object& object) {
-    ContiguousBuffer view(object);
-    Source source;
-    source.data = view.data();
-    source.size = view.size();
-    held_.push_back({at::Tensor(), {}});
-    held_.back().buffers.push_back(std::move(view));
-    add(nullptr, std::move(source));
-  }
-
-  // One (offset, length, crc32, payload_offset, payload_length) an item.
-  py::list finish() {
-    {
-      py::gil_scoped_release release;
-      job_->finish();
-    }
-    held_.clear();
-    py::list places;
-    for (const Item& item : job_->items()) {
-      places.append(py::make_tuple(item.offset, item.length, item.crc.load(), item.payload_offset,
-                                   item.source.size));
-    }
-    return places;
-  }
-
-  void abandon() {
-    {
-      py::gil_scoped_release release;
-      if (job_) job_->abandon();
-    }
-    held_.clear();
-  }
-
-  WriteStatistics statistics() const { return job_->statistics(); }
-
- private:
-  struct Held {
-    at::Tensor tensor;
-    std::vector<ContiguousBuffer> buffers;  // one or none
-  };
-
-  void add(std::shared_ptr<const Envelope> envelope, Source source) {
-    // Adding takes less time than handing the GIL over and back would; waiting is another matter.
-    if (!job_->add(std::move(envelope), std::move(source))) {
-      py::gil_scoped_release release;
-      job_->wait_for_room();
-    }
-    for (const size_t consumed = job_->consumed(); released_ < consumed; ++released_) {
-      held_.pop_front();
-    }
-  }
-
-  std::shared_ptr<Engine> engine_;
-  std::shared_ptr<WriteJob> job_;
-  std::deque<Held> held_;  // of the items from number released_ on
-  size_t released_ = 0;
-};
-
-// A ReadJob, and what keeps alive the memory that it fills.
-class PyReadJob {
- public:
-  PyReadJob(std::shared_ptr<Engine> engine, const std::string& direct, bool checksum)
-      : engine_(std::move(engine)), job_(engine_->make_read(to_direct(direct), checksum)) {}
-
-  size_t add_file(const std::string& path) {
-    py::gil_scoped_release release;
-    return job_->add_file(path);
-  }
-
-  // Returns the number of the range, or -1 where the box takes several; none where the tensor
-  // cannot be filled.
-  std::optional<int64_t> add_tensor(size_t file, uint64_t offset, const at::Tensor& tensor,
-                                    const std::optional<std::vector<int64_t>>& file_stride) {
-    if (!is_plain(tensor)) return std::nullopt;
-    const auto strided =
-        std::make_shared<Strided>(box_of(tensor, file_stride), tensor.element_size());
-    Destination destination;
-    destination.data = static_cast<std::byte*>(tensor.mutable_data_ptr());
-    if (tensor.is_cuda()) {
-      if (!strided->dense()) return std::nullopt;
-      destination.device = device_of(*engine_, tensor);
-    }
-    tensors_.push_back(tensor);
-    if (tensor.numel() == 0) return static_cast<int64_t>(job_->add(file, offset, 0, {}));
-    if (strided->dense()) {
-      return static_cast<int64_t>(job_->add(file, offset, tensor.nbytes(), destination));
-    }
-    std::vector<Strided::Place> places;
-    destination.strided = strided->split(kMergeGap, &places);
-    const uint64_t size = destination.strided->file_bytes();
-    std::byte* const base = destination.data;
-    int64_t range = -1;
-    for (const Strided::Place& place : places) {
-      destination.data = base + place.memory_offset;
-      range = static_cast<int64_t>(job_->add(file, offset + place.file_offset, size, destination));
-    }
-    return places.size() == 1 ? range : -1;
-  }
-
-  int64_t add_buffer(size_t file, uint64_t offset, const py::object& buffer) {
-    buffers_.emplace_back(buffer, PyBUF_WRITABLE);
-    const ContiguousBuffer& view = buffers_.back();
-    return static_cast<int64_t>(
-        job_->add(file, offset, view.size(), {view.data(), nullptr, nullptr}));
-  }
-
-  std::vector<uint32_t> run() {
-    // The job is through with them, whether it comes to its end or throws.
-    const std::vector<at::Tensor> tensors = std::move(tensors_);
-    const std::vector<ContiguousBuffer> buffers = std::move(buffers_);
-    py::gil_scoped_release release;
-    return job_->run();
-  }
-
-  ReadStatistics statistics() const { return job_->statistics(); }
-
- private:
-  static std::vector<Strided::Dimension> box_of(
-      const at::Tensor& tensor, const std::optional<std::vector<int64_t>>& file_stride) {
-    const auto dim = static_cast<size_t>(tensor.dim());
-    if (file_stride && file_stride->size() != dim) {
-      throw std::invalid_argument("file_stride must have as many entries as the tensor dimensions");
-    }
-    const uint64_t item_size = tensor.element_size();
-    std::vector<Strided::Dimension> box(dim);
-    uint64_t row_major = item_size;
-    for (size_t d = dim; d-- > 0;) {
-      const auto i = static_cast<int64_t>(d);
-      box[d].size = static_cast<uint64_t>(tensor.size(i));
-      box[d].memory_stride = static_cast<uint64_t>(tensor.stride(i)) * item_size;
-      box[d].file_stride =
-          file_stride ? static_cast<uint64_t>((*file_stride)[d]) * item_size : row_major;
-      row_major *= box[d].size;
-    }
-    return box;
-  }
-
-  std::shared_ptr<Engine> engine_;
-  std::shared_ptr<ReadJob> job_;
-  std::vector<at::Tensor> tensors_;
-  std::vector<ContiguousBuffer> buffers_;
-};
 
 std::shared_ptr<Envelope> make_envelope(std::string prefix, std::string suffix,
                                         uint64_t payload_size, std::vector<uint32_t> crc_positions,
@@ -337,71 +106,32 @@ void translate_exception(std::exception_ptr pointer) {
   }
 }
 
+}  // namespace
+
 void register_engine(py::module_& module) {
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
-      .def(py::init([](size_t slot_bytes, size_t slots, size_t io_threads) {
-             return std::make_shared<Engine>(EngineOptions{slot_bytes, slots, io_threads});
+      .def(py::init([](size_t slot_bytes, size_t slots, size_t io_threads, size_t arena_bytes) {
+             return std::make_shared<Engine>(
+                 EngineOptions{slot_bytes, slots, io_threads, arena_bytes});
            }),
-           py::kw_only(), py::arg("slot_bytes"), py::arg("slots"), py::arg("io_threads"))
+           py::kw_only(), py::arg("slot_bytes"), py::arg("slots"), py::arg("io_threads"),
+           py::arg("arena_bytes"))
       .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("closed", &Engine::closed)
+      .def_property_readonly("arena_max_bytes",
+                             [](Engine& engine) { return engine.arena().max_bytes(); })
+      .def_property_readonly("arena_held_bytes",
+                             [](Engine& engine) { return engine.arena().held_bytes(); })
+      .def_property_readonly("arena_used_bytes",
+                             [](Engine& engine) { return engine.arena().used_bytes(); })
       .def(
-          "write",
-          [](std::shared_ptr<Engine> engine, const std::string& path, const std::string& direct,
-             bool sync, uint64_t preallocate) {
-            return std::make_unique<PyWriteJob>(std::move(engine), path, direct, sync, preallocate);
+          "reserve",
+          [](Engine& engine, size_t bytes, bool shared, bool pin) {
+            const auto kind = shared ? Arena::Kind::kShared : Arena::Kind::kPrivate;
+            engine.arena().reserve(bytes, kind, pin, /*touch=*/true);
           },
-          py::arg("path"), py::kw_only(), py::arg("direct") = "auto", py::arg("sync") = true,
-          py::arg("preallocate") = 0)
-      .def(
-          "read",
-          [](std::shared_ptr<Engine> engine, const std::string& direct, bool checksum) {
-            return std::make_unique<PyReadJob>(std::move(engine), direct, checksum);
-          },
-          py::kw_only(), py::arg("direct") = "auto", py::arg("checksum") = true);
-}
-
-void register_read_job(py::module_& module) {
-  py::class_<ReadStatistics>(module, "ReadStatistics")
-      .def_readonly("ranges", &ReadStatistics::ranges)
-      .def_readonly("bytes_needed", &ReadStatistics::bytes_needed)
-      .def_readonly("bytes_read", &ReadStatistics::bytes_read)
-      .def_readonly("seconds", &ReadStatistics::seconds)
-      .def_readonly("copy_seconds", &ReadStatistics::copy_seconds)
-      .def_readonly("checksum_seconds", &ReadStatistics::checksum_seconds)
-      .def_readonly("read_seconds", &ReadStatistics::read_seconds)
-      .def_readonly("slot_waits", &ReadStatistics::slot_waits)
-      .def_readonly("direct", &ReadStatistics::direct)
-      .def_readonly("fallback_reason", &ReadStatistics::fallback_reason);
-  py::class_<PyReadJob>(module, "ReadJob")
-      .def("add_file", &PyReadJob::add_file, py::arg("path"))
-      .def("add_tensor", &PyReadJob::add_tensor, py::arg("file"), py::arg("offset"),
-           py::arg("tensor"), py::arg("file_stride") = std::nullopt)
-      .def("add_buffer", &PyReadJob::add_buffer, py::arg("file"), py::arg("offset"),
-           py::arg("buffer"))
-      .def("run", &PyReadJob::run)
-      .def("statistics", &PyReadJob::statistics);
-}
-
-void register_write_job(py::module_& module) {
-  py::class_<WriteStatistics>(module, "WriteStatistics")
-      .def_readonly("items", &WriteStatistics::items)
-      .def_readonly("bytes_added", &WriteStatistics::bytes_added)
-      .def_readonly("bytes_written", &WriteStatistics::bytes_written)
-      .def_readonly("seconds", &WriteStatistics::seconds)
-      .def_readonly("copy_seconds", &WriteStatistics::copy_seconds)
-      .def_readonly("checksum_seconds", &WriteStatistics::checksum_seconds)
-      .def_readonly("write_seconds", &WriteStatistics::write_seconds)
-      .def_readonly("sync_seconds", &WriteStatistics::sync_seconds)
-      .def_readonly("slot_waits", &WriteStatistics::slot_waits)
-      .def_readonly("direct", &WriteStatistics::direct)
-      .def_readonly("fallback_reason", &WriteStatistics::fallback_reason);
-  py::class_<PyWriteJob>(module, "WriteJob")
-      .def("add_tensor", &PyWriteJob::add_tensor, py::arg("tensor"), py::arg("envelope"))
-      .def("add_bytes", &PyWriteJob::add_bytes, py::arg("buffer"))
-      .def("finish", &PyWriteJob::finish)
-      .def("abandon", &PyWriteJob::abandon)
-      .def("statistics", &PyWriteJob::statistics);
+          py::arg("bytes"), py::kw_only(), py::arg("shared"), py::arg("pin"),
+          py::call_guard<py::gil_scoped_release>());
 }
 
 void register_envelope(py::module_& module) {
@@ -418,10 +148,10 @@ void register_envelope(py::module_& module) {
       .def("suffix", &stamped_suffix, py::arg("crc"));
 }
 
-}  // namespace
 }  // namespace pyckpt
 
 PYBIND11_MODULE(_C, module) {
+  namespace py = pybind11;
   py::register_exception_translator(&pyckpt::translate_exception);
   module.attr("torch_version") = TORCH_VERSION;
 #ifdef PYCKPT_CUDA
@@ -431,8 +161,12 @@ PYBIND11_MODULE(_C, module) {
 #endif
   module.def("crc32", &pyckpt::crc32_of, py::arg("buffer"), py::arg("crc") = 0);
   module.def("crc32_shift", &pyckpt::crc32_shift, py::arg("crc"), py::arg("size"));
+  module.def("fill_words", &pyckpt::fill_words, py::arg("buffer"), py::arg("positions"),
+             py::arg("before"), py::arg("words"));
   pyckpt::register_envelope(module);
   pyckpt::register_engine(module);
   pyckpt::register_write_job(module);
   pyckpt::register_read_job(module);
+  pyckpt::register_staging(module);
+  pyckpt::register_state_tree(module);
 }

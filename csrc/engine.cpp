@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "error.h"
@@ -21,6 +22,7 @@ Engine::Engine(const EngineOptions& options) : options_(options), process_(::get
     throw std::invalid_argument("the ring is larger than memory can be");
   }
   ring_ = std::make_unique<SlotRing>(options.slots, options.slot_bytes);
+  arena_ = std::make_shared<Arena>(options.arena_bytes);
   threads_ = std::make_unique<IoThreads>(options.io_threads);
 }
 
@@ -30,6 +32,7 @@ Engine::~Engine() {
     // is nothing to join and nothing that is safe to free.
     threads_.release();
     ring_.release();
+    new std::shared_ptr<Arena>(std::move(arena_));
     new std::vector<std::shared_ptr<Device>>(std::move(devices_));
     return;
   }
@@ -52,6 +55,25 @@ std::shared_ptr<ReadJob> Engine::make_read(Direct direct, bool checksum) {
   std::lock_guard lock(mutex_);
   check_open();
   auto job = std::make_shared<ReadJob>(ring_.get(), threads_.get(), direct, checksum);
+  remember(job);
+  return job;
+}
+
+std::shared_ptr<StageJob> Engine::start_stage(const std::vector<StageSource>& sources,
+                                              StageJob::Options options) {
+  check_process();
+  {
+    std::lock_guard lock(mutex_);
+    check_open();
+  }
+  // Guarded memory is copied in the time until the next step, on few of the processors that the
+  // program computes with; what the caller waits for, on as many as there are.
+  const size_t processors = std::max(1u, std::thread::hardware_concurrency());
+  options.lanes = std::max<size_t>(1, processors / 4);
+  options.hurry = std::min(processors, options_.io_threads);
+  std::shared_ptr<StageJob> job =
+      StageJob::start(arena_.get(), threads_.get(), sources, std::move(options));
+  std::lock_guard lock(mutex_);
   remember(job);
   return job;
 }

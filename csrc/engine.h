@@ -8,11 +8,13 @@
 #include <string>
 #include <vector>
 
+#include "arena.h"
 #include "device.h"
 #include "io_threads.h"
 #include "job.h"
 #include "read_job.h"
 #include "slot_ring.h"
+#include "stage_job.h"
 #include "write_job.h"
 
 namespace pyckpt {
@@ -21,10 +23,11 @@ struct EngineOptions {
   size_t slot_bytes = 2 << 20;  // a multiple of 4096
   size_t slots = 8;
   size_t io_threads = 8;
+  size_t arena_bytes = 0;  // of staged copies, at most
 };
 
-// A ring of slots and the threads that move bytes through it. Jobs of one engine share both, and
-// take turns. Must outlive its jobs. Safe to call from any thread, but useless in a forked child,
+// A ring of slots, an arena, and the threads that move bytes through them. Jobs of one engine share
+// them, and take turns. Must outlive its jobs. Safe to call from any thread, but useless in a forked child,
 // which has none of the threads.
 class Engine {
  public:
@@ -36,6 +39,12 @@ class Engine {
   std::shared_ptr<WriteJob> start_write(const std::string& path, const WriteOptions& options);
 
   std::shared_ptr<ReadJob> make_read(Direct direct, bool checksum);
+
+  // `options.lanes` and `options.hurry` are the engine's to choose.
+  std::shared_ptr<StageJob> start_stage(const std::vector<StageSource>& sources,
+                                        StageJob::Options options);
+
+  Arena& arena() { return *arena_; }
 
   // The CUDA device of that index; the ring is registered with CUDA before its first copy. Throws
   // CudaError in a build without CUDA.
@@ -56,6 +65,7 @@ class Engine {
   const EngineOptions options_;
   const pid_t process_;
   std::unique_ptr<SlotRing> ring_;
+  std::shared_ptr<Arena> arena_;
   std::unique_ptr<IoThreads> threads_;
 
   mutable std::mutex mutex_;

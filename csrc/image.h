@@ -25,12 +25,15 @@ constexpr uint64_t kAlignedPayloadMin = 64 << 10;
 // worth more as part of a large write.
 constexpr uint64_t kInPlaceMin = 1 << 20;
 
+class Staged;
+
 // Memory whose bytes are an item's payload. It must stay as it is until the item was consumed.
 struct Source {
   const std::byte* data = nullptr;
   uint64_t size = 0;
   std::shared_ptr<const Strided> strided;  // null: the bytes lie one after another
   std::shared_ptr<Device> device;          // null: host memory
+  std::shared_ptr<Staged> staged;          // null: the bytes are there; else they may be on their way
 };
 
 struct Item {

@@ -30,10 +30,12 @@ IoThreads::IoThreads(size_t count) : count_(count) {
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
-void IoThreads::submit(std::function<void()> task) {
+bool IoThreads::submit(std::function<void()> task) {
   std::lock_guard lock(mutex_);
+  if (stopping_) return false;
   tasks_.push_back(std::move(task));
   submitted_.notify_one();
+  return true;
 }
 
 void IoThreads::stop() {

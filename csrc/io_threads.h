@@ -19,7 +19,8 @@ class IoThreads {
   IoThreads& operator=(const IoThreads&) = delete;
   ~IoThreads() { stop(); }
 
-  void submit(std::function<void()> task);
+  // Returns false, and does nothing, after `stop`.
+  bool submit(std::function<void()> task);
   // Runs what was submitted, then joins. Must not be called from a task.
   void stop();
 

@@ -10,7 +10,8 @@ namespace pyckpt {
 // costs address space alone until then. Not thread-safe; the memory itself is anyone's.
 class PinnedBuffer {
  public:
-  explicit PinnedBuffer(size_t size);  // throws IoError (ENOMEM)
+  // Throws IoError (ENOMEM). `shared`: has a descriptor by which other processes can map it.
+  explicit PinnedBuffer(size_t size, bool shared = false);
   PinnedBuffer(const PinnedBuffer&) = delete;
   PinnedBuffer& operator=(const PinnedBuffer&) = delete;
   ~PinnedBuffer();
@@ -19,12 +20,17 @@ class PinnedBuffer {
   // called from several threads. Throws CudaError.
   void pin();
 
+  // Makes the pages of a range be there, so that its first use does not wait for the kernel.
+  void touch(size_t offset, size_t size);
+
   std::byte* data() { return data_; }
   size_t size() const { return size_; }
+  int descriptor() const { return descriptor_; }  // -1 where it is not shared
 
  private:
   std::byte* data_;
   size_t size_;
+  int descriptor_ = -1;
   std::once_flag pin_once_;
   bool pinned_ = false;
 };

@@ -7,6 +7,7 @@
 
 #include "crc32.h"
 #include "error.h"
+#include "transfer_batch.h"
 
 namespace pyckpt {
 namespace {
@@ -225,9 +226,13 @@ void ReadJob::read_window(const Window& window) {
     needed = std::max(needed, piece.range->offset + piece.end - window.offset);
   }
   read_exactly(window, slot.data(), needed);
+  TransferBatch batch;
   for (const Piece& piece : window.pieces) {
-    deliver(piece, slot.data() + (piece.range->offset + piece.begin - window.offset));
+    deliver(piece, slot.data() + (piece.range->offset + piece.begin - window.offset), &batch);
   }
+  if (batch.empty()) return;
+  Stopwatch::Lap lap(&copying_);
+  batch.copy_from_host();
 }
 
 // Reads a window; fewer bytes than `needed` are an error.
@@ -244,15 +249,14 @@ void ReadJob::read_exactly(const Window& window, std::byte* to, uint64_t needed)
   }
 }
 
-// Brings a piece from the slot to where it belongs.
-void ReadJob::deliver(const Piece& piece, const std::byte* from) {
+// Brings a piece from the slot to where it belongs; on a device, with the rest of the batch.
+void ReadJob::deliver(const Piece& piece, const std::byte* from, TransferBatch* batch) {
   const Destination& destination = piece.range->destination;
   const uint64_t size = piece.end - piece.begin;
   uint32_t crc = 0;
   if (destination.device) {
     checksum(from, size, &crc);
-    Stopwatch::Lap lap(&copying_);
-    destination.device->copy_from_host(destination.data + piece.begin, from, size);
+    batch->add(destination.device.get(), {destination.data + piece.begin, from, size});
   } else {
     for (uint64_t done = 0; done < size;) {
       const uint64_t step = std::min(kCacheBlock, size - done);

@@ -18,6 +18,8 @@
 
 namespace pyckpt {
 
+class TransferBatch;
+
 // Ranges closer than this are read in one go: passing over what lies between costs less than
 // another request to the disk.
 constexpr uint64_t kMergeGap = 64 << 10;
@@ -96,7 +98,7 @@ class ReadJob : public Job, public std::enable_shared_from_this<ReadJob> {
   void work() noexcept;
   void read_window(const Window& window);
   void read_exactly(const Window& window, std::byte* to, uint64_t needed);
-  void deliver(const Piece& piece, const std::byte* from);
+  void deliver(const Piece& piece, const std::byte* from, TransferBatch* batch);
   void checksum(const std::byte* from, uint64_t size, uint32_t* crc);
   void add_checksum(const Piece& piece, uint32_t crc);
 

@@ -7,6 +7,8 @@
 
 #include "crc32.h"
 #include "error.h"
+#include "stage_job.h"
+#include "transfer_batch.h"
 
 namespace pyckpt {
 namespace {
@@ -208,6 +210,7 @@ bool WriteJob::write_window(const Claim& claim) {
   const Window& window = claim.window;
   if (window.in_place) {
     const Piece& piece = window.pieces.front();
+    if (piece.item->source.staged) piece.item->source.staged->wait();
     checksum_in_place(piece);
     {
       Stopwatch::Lap lap(&writing_);
@@ -229,6 +232,7 @@ bool WriteJob::write_window(const Claim& claim) {
 }
 
 bool WriteJob::fill(const Window& window, std::byte* slot) {
+  fetch_from_devices(window, slot);
   uint64_t filled = 0;
   std::string suffix;
   for (const Piece& piece : window.pieces) {
@@ -255,12 +259,23 @@ bool WriteJob::fill(const Window& window, std::byte* slot) {
   return true;
 }
 
+// All at once, so that small ones leave their device in one launch.
+void WriteJob::fetch_from_devices(const Window& window, std::byte* slot) {
+  TransferBatch batch;
+  for (const Piece& piece : window.pieces) {
+    const Source& source = piece.item->source;
+    if (piece.part != Part::kPayload || !source.device) continue;
+    batch.add(source.device.get(), {slot + piece.at, source.data + piece.begin, piece.size});
+  }
+  if (batch.empty()) return;
+  Stopwatch::Lap lap(&copying_);
+  batch.copy_to_host();
+}
+
 void WriteJob::fill_payload(const Piece& piece, std::byte* to) {
   const Source& source = piece.item->source;
-  if (source.device) {
-    Stopwatch::Lap lap(&copying_);
-    source.device->copy_to_host(to, source.data + piece.begin, piece.size);
-  }
+  if (source.staged) source.staged->wait();
+  const bool checksummed = source.staged && source.staged->checksummed;
   uint32_t crc = 0;
   for (uint64_t done = 0; done < piece.size;) {
     const uint64_t step = std::min(kCacheBlock, piece.size - done);
@@ -272,8 +287,10 @@ void WriteJob::fill_payload(const Piece& piece, std::byte* to) {
         std::memcpy(to + done, source.data + piece.begin + done, step);
       }
     }
-    Stopwatch::Lap lap(&checksumming_);
-    crc = crc32(crc, to + done, step);
+    if (!checksummed) {
+      Stopwatch::Lap lap(&checksumming_);
+      crc = crc32(crc, to + done, step);
+    }
     done += step;
   }
   count_off(piece, crc);
@@ -281,18 +298,25 @@ void WriteJob::fill_payload(const Piece& piece, std::byte* to) {
 }
 
 void WriteJob::checksum_in_place(const Piece& piece) {
-  uint32_t crc;
-  {
+  const Source& source = piece.item->source;
+  uint32_t crc = 0;
+  if (!source.staged || !source.staged->checksummed) {
     Stopwatch::Lap lap(&checksumming_);
-    crc = crc32(0, piece.item->source.data + piece.begin, piece.size);
+    crc = crc32(0, source.data + piece.begin, piece.size);
   }
   count_off(piece, crc);
 }
 
 void WriteJob::count_off(const Piece& piece, uint32_t crc) {
   Item& item = *piece.item;
-  const uint64_t after = item.source.size - piece.begin - piece.size;
-  item.crc.fetch_xor(after == 0 ? crc : crc32_shift(crc, after), std::memory_order_relaxed);
+  const Source& source = item.source;
+  if (source.staged && source.staged->checksummed) {
+    // Known as a whole since the copy was made; the first piece brings it.
+    if (piece.begin == 0) item.crc.fetch_xor(source.staged->crc(), std::memory_order_relaxed);
+  } else {
+    const uint64_t after = source.size - piece.begin - piece.size;
+    item.crc.fetch_xor(after == 0 ? crc : crc32_shift(crc, after), std::memory_order_relaxed);
+  }
   if (item.pieces_left.fetch_sub(1, std::memory_order_acq_rel) == 1 && item.spans_windows) {
     // The lock makes sure that a thread which saw the old count has begun to wait.
     std::lock_guard lock(mutex_);

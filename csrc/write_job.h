@@ -93,6 +93,7 @@ class WriteJob : public Job, public std::enable_shared_from_this<WriteJob> {
   std::optional<Claim> claim();
   bool write_window(const Claim& claim);
   bool fill(const Window& window, std::byte* slot);
+  void fetch_from_devices(const Window& window, std::byte* slot);
   void fill_payload(const Piece& piece, std::byte* to);
   void checksum_in_place(const Piece& piece);
   void count_off(const Piece& piece, uint32_t crc);

@@ -1,7 +1,7 @@
 """The native engine. Private: use ``pyckpt.Engine`` and what stands on it."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 from typing_extensions import Buffer
@@ -15,6 +15,11 @@ def crc32(buffer: Buffer, crc: int = 0) -> int:
 def crc32_shift(crc: int, size: int) -> int:
     """What bytes of checksum ``crc`` contribute to a checksum when ``size`` bytes follow them:
     ``crc32(a + b) == crc32_shift(crc32(a), len(b)) ^ crc32(b)``."""
+
+def fill_words(buffer: Buffer, positions: bytes, before: bytes, words: bytes) -> bool:
+    """Write 64-bit words into ``buffer``, each at its position; all in native byte order. A word
+    whose position is all ones must be the one in ``before``. Returns whether all such are; if not,
+    the buffer is not to be used."""
 
 class Envelope:
     """The bytes before and after a tensor's raw bytes; see ``pyckpt.format.envelope``."""
@@ -60,17 +65,35 @@ class WriteJob:
     before ``finish`` returned removes its file.
     """
 
+    def __init__(
+        self,
+        engine: Engine,
+        path: str | bytes,
+        *,
+        direct: Literal["auto", "require", "off"] = "auto",
+        sync: bool = True,
+        preallocate: int = 0,
+    ) -> None: ...
     def add_tensor(self, tensor: Tensor, envelope: Envelope) -> bool:
         """Append a tensor. Its memory must not change until ``finish``. Returns False, and does
         nothing, where the tensor is not plain memory."""
 
+    def add_tensors(
+        self,
+        tensors: Sequence[Tensor | None],
+        envelopes: Sequence[Envelope | None],
+        begin: int = 0,
+    ) -> int:
+        """Append tensors from number ``begin`` up to the first that cannot be, or that has no
+        envelope. Returns its number, or how many there are. Both must be lists."""
+
     def add_bytes(self, buffer: Buffer) -> None:
         """Append an item that is these bytes."""
 
-    def finish(self) -> list[tuple[int, int, int, int, int]]:
-        """Wait until the file is complete (and durable, with ``sync``). Returns for each item its
-        offset, length, CRC-32 of the payload, offset of the payload within the item, and length of
-        the payload; all in bytes."""
+    def finish(self) -> bytes:
+        """Wait until the file is complete (and durable, with ``sync``). Returns for each item five
+        64-bit words: its offset, length, offset of the payload within the item, length of the
+        payload, all in bytes, and CRC-32 of the payload."""
 
     def abandon(self) -> None:
         """Stop and remove the file. Idempotent; does nothing after ``finish``."""
@@ -96,6 +119,13 @@ class ReadJob:
 
     Ranges are numbered in the order they were added."""
 
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        direct: Literal["auto", "require", "off"] = "auto",
+        checksum: bool = True,
+    ) -> None: ...
     def add_file(self, path: str | bytes) -> int:
         """Open a file; returns its number."""
 
@@ -117,22 +147,91 @@ class ReadJob:
 
     def statistics(self) -> ReadStatistics: ...
 
+class StorageSet:
+    """Storages of tensors."""
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    def add(self, tensors: object) -> None:
+        """Take in the tensors found in nested dicts, lists and tuples; of DTensors, the local
+        ones."""
+
+class StageStatistics:
+    bytes_staged: int
+    bytes_streamed: int
+    seconds: float
+
+class Staging:
+    """Copies of tensors, on their way into the engine's arena.
+
+    Tensors whose storage is in ``guarded`` are copied while the caller goes on; the others before
+    this returns, on a CPU, and before later work on the current stream, on a GPU. ``wanted`` has a
+    byte for each leaf: those of zero are not copied. ``shared``: to memory that other processes can
+    map. What is no tensor, or a tensor that is more than memory, is passed over.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        leaves: list[object],
+        *,
+        guarded: StorageSet | None = None,
+        wanted: bytes | None = None,
+        shared: bool = False,
+    ) -> None: ...
+    @property
+    def streamed_volatile_bytes(self) -> int:
+        """Bytes that found no room, of tensors that are not guarded."""
+
+    def take_tensors(self) -> list[Tensor | None]:
+        """For each leaf its copy, whose memory lives as long as it does, or until ``release``; the
+        leaf itself where there was no room; a tensor on "meta" where it is not wanted; None where
+        it was passed over. Once."""
+
+    def wait(self) -> None:
+        """Until all copies are there. Raises what went wrong."""
+
+    def guard(self) -> None:
+        """Have what the calling thread does next, and gives its current streams, wait for the
+        copies; on a GPU, without waiting itself. Raises what went wrong."""
+
+    def release_sources(self) -> None:
+        """Let go of the memory that was copied."""
+
+    def release(self) -> None:
+        """Give the copies' memory back, once nothing writes to it, whoever still has tensors."""
+
+    def statistics(self) -> StageStatistics: ...
+
+def shared_memory_of(tensor: Tensor) -> tuple[int, int, int] | None:
+    """Descriptor, bytes, and where in it the tensor lies, of shared memory that a staging put it
+    in."""
+
+class StateTree:
+    """The shape of a state dict: containers, keys, and the tensors' dtypes, shapes and strides."""
+
+    def __init__(self, state_dict: object) -> None: ...
+    def __len__(self) -> int: ...
+    def match(self, state_dict: object) -> list[Any] | None:
+        """The leaves of a state dict of this shape, in order; None for one of another shape."""
+
+    def build(self, leaves: list[Any]) -> dict[str, Any]:
+        """A state dict of this shape, of plain dicts and lists, with other leaves."""
+
 class Engine:
-    def __init__(self, *, slot_bytes: int, slots: int, io_threads: int) -> None: ...
+    def __init__(
+        self, *, slot_bytes: int, slots: int, io_threads: int, arena_bytes: int
+    ) -> None: ...
     @property
     def closed(self) -> bool: ...
-    def close(self) -> None: ...
-    def write(
-        self,
-        path: str | bytes,
-        *,
-        direct: Literal["auto", "require", "off"] = "auto",
-        sync: bool = True,
-        preallocate: int = 0,
-    ) -> WriteJob:
-        """Start to write a new file. ``preallocate`` is the size expected, in bytes."""
+    @property
+    def arena_max_bytes(self) -> int: ...
+    @property
+    def arena_held_bytes(self) -> int: ...
+    @property
+    def arena_used_bytes(self) -> int: ...
+    def reserve(self, bytes: int, *, shared: bool, pin: bool) -> None:
+        """Have so many bytes free in the arena, as far as its budget goes, and their pages there;
+        registered with CUDA, with ``pin``."""
 
-    def read(
-        self, *, direct: Literal["auto", "require", "off"] = "auto", checksum: bool = True
-    ) -> ReadJob:
-        """Start to gather what to read."""
+    def close(self) -> None: ...

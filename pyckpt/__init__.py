@@ -13,6 +13,8 @@ from pyckpt.dcp.load import load  # noqa: E402
 from pyckpt.dcp.planner import LoadPlanner  # noqa: E402
 from pyckpt.dcp.reader import DirectReader  # noqa: E402
 from pyckpt.dcp.report import Conversion, LoadReport, Replacement  # noqa: E402
+from pyckpt.dcp.save_planner import SavePlanner  # noqa: E402
+from pyckpt.dcp.stager import PinnedStager  # noqa: E402
 from pyckpt.dcp.writer import DirectWriter  # noqa: E402
 from pyckpt.engine import Engine, configure  # noqa: E402
 from pyckpt.statistics import ReadStatistics, WriteStatistics  # noqa: E402
@@ -27,9 +29,11 @@ __all__ = [
     "Engine",
     "LoadPlanner",
     "LoadReport",
+    "PinnedStager",
     "ReadStatistics",
     "Replacement",
     "SaveHandle",
+    "SavePlanner",
     "WriteStatistics",
     "configure",
     "errors",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,16 +20,20 @@ _SLOT_GRAIN = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """A ring of page-aligned memory slots and the native threads that move bytes through it.
+    """Page-aligned memory, and the native threads that move bytes through it.
 
-    Everything that is written streams through the ring, so its size bounds the memory of a save
-    however large the state is. An engine may be shared by any number of writers, from any threads;
-    saves that overlap share its slots and threads. A forked child cannot use its parent's engine;
-    pickled, an engine becomes another one of the same settings.
+    The memory is a ring of slots, through which everything streams that is written from elsewhere,
+    and an arena, which holds the copies that asynchronous saves make of the state. The ring is
+    small; the arena grows to what the saves need, as far as the budget goes, and is used again by
+    each. An engine may be shared by any number of writers, from any threads; saves that overlap
+    share its memory and threads. A forked child cannot use its parent's engine; pickled, an engine
+    becomes another one of the same settings.
 
     Args:
-        max_pinned_bytes: bytes of ring memory at most. There is one slot a thread, so that with the
-            other defaults the ring has 16 MiB.
+        max_pinned_bytes: bytes of ring and arena at most; what an asynchronous save cannot copy
+            for want of room is written from where it is, and the program must wait for that. By
+            default a quarter of the memory that the process may use, shared with the other
+            processes that ``LOCAL_WORLD_SIZE`` speaks of. None of it is taken before it is needed.
         slot_bytes: bytes of one slot, and so of one read or write; a multiple of 4096.
         io_threads: threads that copy, checksum, read and write; so many requests are on their way
             to the disk at a time.
@@ -36,7 +42,7 @@ class Engine:
         ValueError: an argument is out of range.
     """
 
-    max_pinned_bytes: int = 64 << 20
+    max_pinned_bytes: int | None = None
     slot_bytes: int = 2 << 20
     io_threads: int = 8
 
@@ -45,13 +51,18 @@ class Engine:
             raise ValueError(f"{self.slot_bytes = } must be a positive multiple of {_SLOT_GRAIN}.")
         if self.io_threads <= 0:
             raise ValueError(f"{self.io_threads = } must be positive.")
-        if self.max_pinned_bytes < self.slot_bytes:
+        budget = self.max_pinned_bytes
+        if budget is None:
+            budget = max(_share_of_memory(), self.slot_bytes * self.io_threads)
+        if budget < self.slot_bytes:
             raise ValueError(f"{self.max_pinned_bytes = } must hold a slot: {self.slot_bytes = }.")
+        # A thread works on one slot at a time.
+        slots = min(self.io_threads, budget // self.slot_bytes)
         native = _C.Engine(
             slot_bytes=self.slot_bytes,
-            # A thread works on one slot at a time.
-            slots=min(self.io_threads, self.max_pinned_bytes // self.slot_bytes),
+            slots=slots,
             io_threads=self.io_threads,
+            arena_bytes=budget - slots * self.slot_bytes,
         )
         object.__setattr__(self, "_native", native)
 
@@ -87,8 +98,20 @@ class Engine:
         self.close()
 
 
-def _engine_of(max_pinned_bytes: int, slot_bytes: int, io_threads: int) -> Engine:
+def _engine_of(max_pinned_bytes: int | None, slot_bytes: int, io_threads: int) -> Engine:
     return Engine(max_pinned_bytes=max_pinned_bytes, slot_bytes=slot_bytes, io_threads=io_threads)
+
+
+def _share_of_memory() -> int:
+    """A quarter of this process's share of the memory, in bytes."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    # A container's limit: cgroups version 2, and 1.
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            limits.append(int(Path(name).read_text()))
+    with suppress(ValueError):
+        return min(limits) // 4 // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return min(limits) // 4
 
 
 _lock = threading.Lock()

@@ -8,6 +8,7 @@
         ├── UnsafeCheckpoint         a file asks for a class that loading does not allow
         ├── LoadError                a checkpoint and the state it is loaded into do not fit
         ├── SaveError                a save failed, in different ways on different ranks perhaps
+        ├── StagerBusy               saves under way leave no memory for another
         ├── EngineClosed             an engine was used after ``close()``
         └── CudaError                a CUDA call failed
 
@@ -23,6 +24,7 @@ __all__ = [
     "LoadError",
     "PyckptError",
     "SaveError",
+    "StagerBusy",
     "UnsafeCheckpoint",
 ]
 
@@ -109,6 +111,8 @@ class SaveError(PyckptError):
     def __init__(self, message: str, *, failures: dict[int, str] | None = None) -> None:
         super().__init__(message)
         self.failures = failures or {}
+class StagerBusy(PyckptError):
+    """Saves under way leave no memory for another, which was not to wait for it."""
 
 
 class EngineClosed(PyckptError):

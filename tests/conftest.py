@@ -20,6 +20,18 @@ def require(what: str, *, available: bool) -> None:
     pytest.skip(f"needs {what}")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") is None:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    if os.environ.get("PYCKPT_REQUIRE_CUDA") == "1":
+        pytest.fail("needs a GPU, which PYCKPT_REQUIRE_CUDA=1 says is here", pytrace=False)
+    pytest.skip("needs a GPU (torch.cuda.is_available() is false)")
+
+
 @pytest.fixture(scope="session")
 def _mounts() -> Iterator[Mounts]:
     mounts = Mounts()

@@ -87,7 +87,7 @@ def test_pickles_as_its_settings() -> None:
 
 def test_closing_fails_the_job_that_runs(tmp_path: Path) -> None:
     engine = pyckpt.Engine(slot_bytes=4096, max_pinned_bytes=4096, io_threads=1)
-    job = engine.native.write(str(tmp_path / "file"))
+    job = _C.WriteJob(engine.native, str(tmp_path / "file"))
     job.add_bytes(bytes(100))
     engine.close()
     with pytest.raises(pyckpt.errors.EngineClosed, match="while a job ran"):
@@ -98,7 +98,7 @@ def test_closing_fails_the_job_that_runs(tmp_path: Path) -> None:
 
 def test_a_job_that_is_dropped_removes_its_file(tmp_path: Path) -> None:
     with pyckpt.Engine(slot_bytes=4096, max_pinned_bytes=8192, io_threads=2) as engine:
-        job = engine.native.write(str(tmp_path / "file"))
+        job = _C.WriteJob(engine.native, str(tmp_path / "file"))
         job.add_bytes(bytes(100_000))
         assert (tmp_path / "file").exists()
         del job
@@ -107,7 +107,7 @@ def test_a_job_that_is_dropped_removes_its_file(tmp_path: Path) -> None:
 
 def test_an_error_is_raised_from_every_later_call(tmp_path: Path) -> None:
     with pyckpt.Engine(slot_bytes=4096, max_pinned_bytes=8192, io_threads=2) as engine:
-        job = engine.native.write(str(tmp_path / "file"))
+        job = _C.WriteJob(engine.native, str(tmp_path / "file"))
         job.abandon()
         for call in (job.finish, job.finish, lambda: job.add_bytes(b"more")):
             with pytest.raises(RuntimeError, match="abandoned"):
@@ -126,7 +126,7 @@ pid = os.fork()
 if pid == 0:
     dcp.save(state, storage_writer=pyckpt.DirectWriter({str(tmp_path / "child")!r}))
     try:
-        engine.native.write({str(tmp_path / "file")!r})
+        pyckpt._C.WriteJob(engine.native, {str(tmp_path / "file")!r})
     except pyckpt.errors.EngineClosed as error:
         print(error, flush=True)
     sys.exit(7)
@@ -200,15 +200,15 @@ def test_crc32() -> None:
 def test_exceptions_cross_the_boundary(tmp_path: Path) -> None:
     native = default_engine().native
     with pytest.raises(FileNotFoundError) as missing:
-        native.write(str(tmp_path / "no" / "file"))
+        _C.WriteJob(native, str(tmp_path / "no" / "file"))
     assert missing.value.filename == str(tmp_path / "no" / "file")
     (tmp_path / "there").touch()
     with pytest.raises(FileExistsError):
-        native.write(str(tmp_path / "there"))
-    job = native.read()
+        _C.WriteJob(native, str(tmp_path / "there"))
+    job = _C.ReadJob(native)
     job.add_buffer(job.add_file(str(tmp_path)), 0, bytearray(1))
     with pytest.raises(IsADirectoryError) as directory:
         job.run()
     assert directory.value.filename == str(tmp_path)
     with pytest.raises(ValueError, match="direct must be"):
-        native.write(str(tmp_path / "file"), direct="perhaps")  # type: ignore[arg-type]
+        _C.WriteJob(native, str(tmp_path / "file"), direct="perhaps")  # type: ignore[arg-type]

@@ -79,7 +79,7 @@ def check_class(node: ast.ClassDef, cls: type) -> None:
             if not member.decorator_list:
                 found = documented_parameters(getattr(cls, member.name))
                 assert parameters(member) == found, f"{node.name}.{member.name}"
-    members.discard("__init__")
+    members -= {"__init__", "__len__"}
     assert members == {name for name in vars(cls) if not name.startswith("_")}, node.name
 
 

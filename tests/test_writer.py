@@ -367,11 +367,11 @@ def test_bad_arguments(tmp_path: Path) -> None:
     assert pyckpt.DirectWriter.validate_checkpoint_id(tmp_path / "new")
 
 
-def test_is_no_stager(tmp_path: Path) -> None:
-    """DCP would take a writer with a stager's attributes for one, and stage with it."""
+def test_is_its_own_stager(tmp_path: Path) -> None:
+    """DCP takes a writer with a stager's attributes for one."""
     from torch.distributed.checkpoint.staging import AsyncStager
 
-    assert not isinstance(pyckpt.DirectWriter(tmp_path), AsyncStager)
+    assert isinstance(pyckpt.DirectWriter(tmp_path), AsyncStager)
 
 
 def test_a_planner_that_makes_tensors(tmp_path: Path) -> None:

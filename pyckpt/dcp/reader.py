@@ -428,8 +428,10 @@ class _Load:
     def open(self, name: str) -> tuple[_C.ReadJob, int]:
         if self.job is None or (name not in self.files and len(self.files) == _FILES_MAX):
             self.flush()
-            self.job = self.engine.native.read(
-                direct=self.reader.direct, checksum=self.reader.verify == "items"
+            self.job = _C.ReadJob(
+                self.engine.native,
+                direct=self.reader.direct,
+                checksum=self.reader.verify == "items",
             )
             self.jobs.append(self.job)
         file = self.files.get(name)

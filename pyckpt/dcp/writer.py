@@ -2,41 +2,58 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
-import io
 import logging
-import math
 import os
 import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
+from torch.futures import Future as TorchFuture
 
 from pyckpt import _C
 from pyckpt.collector import collector_paused
+from pyckpt.dcp.items import (
+    Notes,
+    Packed,
+    Raw,
+    add,
+    add_known,
+    expected_size,
+    notes_of,
+    places_of,
+    unpack,
+    write_result,
+)
+from pyckpt.dcp.known_planners import KNOWN_PLANNERS, planners_are_known
+from pyckpt.dcp.save_planner import RESULTS, KnownPlan, PlannedMetadata, SavePlanner
+from pyckpt.dcp.stager import (
+    PinnedStager,
+    StagedStateDict,
+    Staging,
+    default_stager,
+    release_at_thread_end,
+)
 from pyckpt.engine import Engine, default_engine
 from pyckpt.format import commit
-from pyckpt.format.envelope import envelope_of
-from pyckpt.format.metadata import encode, storage_info
+from pyckpt.format.metadata import encode
+from pyckpt.format.template import Template
 from pyckpt.statistics import WriteStatistics
 
 __all__ = ["DirectWriter"]
 
 _logger = logging.getLogger("pyckpt")
-
-# What the bytes around a tensor, and the gap before an aligned one, take at most (docs/format.md);
-# for the preallocation, where a little too much is given back at the end.
-_ENVELOPE_BYTES_MAX = 2048
-_GAP_BYTES_MAX = 4096
-_ALIGNED_PAYLOAD_MIN = 64 << 10
-
 
 # Commits of one process take turns: a commit and the sweep after it must see no half of another.
 _commit_lock = threading.Lock()
@@ -67,6 +84,8 @@ class DirectWriter(StorageWriter):
             a power failure may leave a checkpoint that looks complete and is not.
         direct: ``"auto"`` bypasses the page cache where the file system can and says so in the log
             where it cannot; ``"require"`` raises ``OSError`` there; ``"off"`` never bypasses it.
+        stager: what asynchronous saves copy the state with; by default one that knows of no
+            optimizers, so that all is copied before ``async_save`` returns.
         engine: the memory and threads to use; by default those that all writers share.
 
     Raises:
@@ -83,6 +102,7 @@ class DirectWriter(StorageWriter):
         overwrite: bool = True,
         sync_files: bool = True,
         direct: Literal["auto", "require", "off"] = "auto",
+        stager: PinnedStager | None = None,
         engine: Engine | None = None,
     ) -> None:
         super().__init__()
@@ -100,6 +120,15 @@ class DirectWriter(StorageWriter):
         self._save_id = commit.new_save_id()
         self._job: _C.WriteJob | None = None
         self._data_file: Path | None = None
+        self._stager = stager
+        self._staging: Staging | None = None
+        self._skips = False
+        self.staged: Future[None] = Future()
+        """Of the last asynchronous save: done when the state was copied."""
+        self.written: Future[None] = Future()
+        """The same: done when this rank's file is complete, and durable; cancelled where the save
+        failed before it came to that, and where another process made it. The future that DCP gives
+        is done when the checkpoint is committed."""
 
     @property
     def path(self) -> Path:
@@ -129,11 +158,63 @@ class DirectWriter(StorageWriter):
             parent.exists() and os.access(parent, os.W_OK) for parent in Path(checkpoint_id).parents
         )
 
-    def storage_meta(self) -> StorageMeta:
-        # A string: paths pickle under a name that differs between versions of Python.
-        return StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
+    # The calls of an asynchronous save before it is one: DCP takes a writer that has these for its
+    # own AsyncStager.
+
+    _synchronize_after_execute = True
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Begin to copy a state; see `PinnedStager`. What is returned is for this writer alone: its
+        memory fills while DCP plans.
+
+        Raises:
+            StagerBusy: see ``when_busy`` of `PinnedStager`.
+            BaseException: what made an earlier save fail, once.
+        """
+        stager = default_stager(self._engine) if self._stager is None else self._stager
+        # Ranks must not part ways: with others, the error travels with DCP's collectives.
+        if not _has_company():
+            stager.raise_failure()
+        self.staged = Future()
+        self.written = Future()
+        staging, copies = stager.begin(state_dict, direct=True)
+        self._staging = staging
+        staging.staged.add_done_callback(partial(_pass_on, self.staged))
+        # Nothing was written by then: the save failed before, or another process made it.
+        staging.on_release = self.written.cancel
+        return StagedStateDict(copies, staging)
+
+    def synchronize_staging(self) -> None:
+        """Wait for what an asynchronous save reads from where it is, because it found no room in
+        the engine's memory, and which may change before the next step."""
+        if self._staging is not None and self._staging.streams_volatile:
+            self._staging.wait_released()
+
+    def wait_staged(self) -> None:
+        """Make what the program does next wait until it may change the state; for programs that
+        change parameters without ``optimizer.step()``. See ``PinnedStager.wait_staged``."""
+        if self._staging is not None:
+            self._staging.guard()
+
+    def close(self) -> None:
+        """For DCP, which closes its stagers. There is nothing to close."""
 
     # The calls of a save, in their order.
+
+    def storage_meta(self) -> StorageMeta:
+        if self._staging is not None:
+            # The first call on the thread that saves.
+            release_at_thread_end(self._staging)
+            # Planners see tensors before they are given to this writer, and may do with them what
+            # they like; but those that we know leave them alone.
+            if not planners_are_known():
+                self._settle()
+        # A string: paths pickle under a name that differs between versions of Python.
+        return StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -150,6 +231,8 @@ class DirectWriter(StorageWriter):
         self._is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if self._staging is not None:
+            self._staging.stager.raise_failure()
         commit.make_directory(self.path, sync=self.sync_files)
         self._sweep_remains()
         metadata = self.path / self._metadata_name()
@@ -163,31 +246,86 @@ class DirectWriter(StorageWriter):
             raise FileExistsError(
                 errno.EEXIST, "a checkpoint is there already, and overwrite=False", str(metadata)
             )
+        if self._staging is not None and self._staging.skipped:
+            return dataclasses.replace(plan, storage_data=_SKIP)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._alone = len(plans) == 1
+        self._skips = any(plan.storage_data == _SKIP for plan in plans)
+        if self._skips:
+            # Where one rank has no memory for a save, none of them saves.
+            plans = [dataclasses.replace(plan, storage_data=_SKIP) for plan in plans]
         return plans
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        future: Future[list[WriteResult]] = Future()
-        # A rank that has nothing to write makes no file.
-        future.set_result(self._write(plan, planner) if plan.items else [])
+    def write_data(
+        self, plan: SavePlan, planner: StockSavePlanner
+    ) -> TorchFuture[list[WriteResult]]:
+        future: TorchFuture[list[WriteResult]] = TorchFuture()
+        staging = self._staging
+        try:
+            if plan.storage_data == _SKIP:
+                _logger.warning("%s: not saved, since earlier saves hold the memory", self.path)
+                future.set_result([])
+            else:
+                # A rank that has nothing to write makes no file.
+                future.set_result(self._write(plan, planner) if plan.items else [])
+        except BaseException as error:
+            if staging is not None:
+                staging.stager.keep_failure(error)
+                staging.shape.plan = None
+                self.written.set_exception(error)
+            raise
+        else:
+            if staging is not None:
+                self.written.set_result(None)
+        finally:
+            if staging is not None:
+                staging.release()
+                self._staging = None
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = {
-            result.index: result.storage_data for of_rank in results for result in of_rank
-        }
-        metadata.storage_meta = self.storage_meta()
-        data = encode(metadata)
-        named = {info.relative_path for info in metadata.storage_data.values()}
+        if self._skips:
+            return
         try:
+            data, named = self._describe(metadata, results)
             with _commit_lock:
                 self._commit(data, named)
         finally:
             self._forget_data_file()
+        if isinstance(metadata, PlannedMetadata):
+            metadata.committed = os.fspath(self.path / self._metadata_name())
+
+    def _describe(
+        self, metadata: Metadata, results: Sequence[Sequence[WriteResult | Packed]]
+    ) -> tuple[bytes, set[str]]:
+        """The ``.metadata`` of the save, and the names of its files."""
+        planned = metadata if isinstance(metadata, PlannedMetadata) else None
+        before: Results | None = None if planned is None else planned.notes.get(RESULTS)
+        if planned is not None and before is not None:
+            # A rank that writes nothing says nothing.
+            packed = [of_rank[0] if of_rank else Packed("", b"") for of_rank in results]
+            ranks = [of_rank for of_rank in packed if isinstance(of_rank, Packed)]
+            if len(ranks) == len(packed):
+                data = before.template(planned).fill(
+                    str(self.path),
+                    self._save_id,
+                    [of_rank.name for of_rank in ranks],
+                    [of_rank.places for of_rank in ranks],
+                )
+                if data is not None:
+                    return data, {of_rank.name for of_rank in ranks} - {""}
+        full = [list(_unpacked(of_rank, rank, before)) for rank, of_rank in enumerate(results)]
+        if planned is not None:
+            planned.notes[RESULTS] = Results(full)
+            metadata = Metadata(planned.state_dict_metadata, planned.planner_data)
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {
+            result.index: result.storage_data for of_rank in full for result in of_rank
+        }
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
+        return encode(metadata), {info.relative_path for info in metadata.storage_data.values()}
 
     def _sweep_remains(self) -> None:
         """Make room: remove what earlier saves that failed left, of all ranks, before any rank of
@@ -226,21 +364,26 @@ class DirectWriter(StorageWriter):
     def _metadata_name(self) -> str:
         return commit.metadata_name(None if self._use_collectives else self._rank)
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    def _write(self, plan: SavePlan, planner: StockSavePlanner) -> list[WriteResult]:
         engine = default_engine() if self._engine is None else self._engine
         name = commit.data_file_name(self._rank, self._save_id)
         self._data_file = self.path / name
         if self._alone:
             _unfinished.add(self._data_file)
         try:
-            self._job = job = engine.native.write(
+            # Not of a class made from it, which may resolve items to something else.
+            ours = planner if type(planner) is SavePlanner else None
+            known = None if ours is None else ours.known
+            notes: Notes | None = None if known is None else known.notes.get(_NOTES)
+            self._job = job = _C.WriteJob(
+                engine.native,
                 os.fsencode(self._data_file),
                 direct=self.direct,
                 sync=self.sync_files,
-                preallocate=_expected_size(plan),
+                preallocate=expected_size(plan) if notes is None else notes.expected_size,
             )
             try:
-                added = [_add(job, planner, item) for item in plan.items]
+                raws = self._add_items(job, plan, planner, notes)
                 places = job.finish()
             finally:
                 job.abandon()
@@ -251,11 +394,37 @@ class DirectWriter(StorageWriter):
                 self._data_file.unlink()
             raise
         self._tell_fallback(job)
+        if ours is not None and notes is not None and ours.settled and raws == notes.raws:
+            # To DirectWriter.finish, which knows what to make of it.
+            return [Packed(name, places)]  # type: ignore[list-item]
         with collector_paused():
+            if ours is not None and known is not None and notes is None:
+                known.notes[_NOTES] = notes_of(plan, raws, ours.tensors())
+                self._learn(known)
             return [
-                WriteResult(item.index, place[1], _info(name, raw, place))
-                for item, raw, place in zip(plan.items, added, places, strict=True)
+                write_result(item, name, raw, place)
+                for item, raw, place in zip(plan.items, raws, places_of(places), strict=True)
             ]
+
+    def _add_items(
+        self, job: _C.WriteJob, plan: SavePlan, planner: StockSavePlanner, notes: Notes | None
+    ) -> list[Raw]:
+        if notes is not None and isinstance(planner, SavePlanner):
+            tensors = planner.tensors()
+            return add_known(job, planner, plan.items, tensors, notes, self._settle)
+        if type(planner) not in KNOWN_PLANNERS:
+            self._settle()
+        return [add(job, planner, item, self._settle) for item in plan.items]
+
+    def _learn(self, known: KnownPlan) -> None:
+        """Stage no more, from the next save on, than what this rank writes."""
+        if self._staging is not None and self._use_collectives and not self._alone:
+            self._staging.shape.plan = known
+
+    def _settle(self) -> None:
+        """Wait until staged memory may be read."""
+        if self._staging is not None:
+            self._staging.staged.result()
 
     def _tell_fallback(self, job: _C.WriteJob) -> None:
         reason = job.statistics().fallback_reason
@@ -272,7 +441,11 @@ class DirectWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # A writer crosses to DCP's background process as its settings.
-        return {**self.__dict__, "_job": None, "_data_file": None}
+        futures = {"staged": None, "written": None}
+        return {**self.__dict__, **futures, "_job": None, "_data_file": None, "_staging": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, staged=Future(), written=Future())
 
 
 def _renew_lock() -> None:
@@ -284,21 +457,49 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-def _info(name: str, raw: _Raw, place: tuple[int, int, int, int, int]) -> _StorageInfo:
-    offset, length, crc32, payload_offset, payload_length = place
-    if not raw.as_planned:
-        # A planner changed the tensor on its way and left the plan as it was. The item itself, like
-        # any that torch.save writes, tells readers what it is.
-        return _StorageInfo(name, offset, length)
-    return storage_info(
-        name,
-        offset,
-        length,
-        crc32=crc32,
-        payload_offset=payload_offset,
-        payload_length=payload_length,
-        payload_stride=raw.stride,
-    )
+def _unpacked(
+    of_rank: Sequence[WriteResult | Packed], rank: int, before: Results | None
+) -> Iterator[WriteResult]:
+    for result in of_rank:
+        if isinstance(result, Packed):
+            assert before is not None  # or else the planner would not have called it settled
+            yield from unpack(result, before.results[rank])
+        else:
+            yield result
+
+
+_NOTES = "DirectWriter"
+
+
+class Results:
+    """What all ranks wrote in the first save of a plan."""
+
+    def __init__(self, results: list[list[WriteResult]]) -> None:
+        self.results = results
+        self._template: Template | None = None
+
+    def template(self, metadata: PlannedMetadata) -> Template:
+        """For the ``.metadata`` of further saves; made when there is one."""
+        if self._template is None:
+            stock = Metadata(metadata.state_dict_metadata, metadata.planner_data)
+            stock.version = CURRENT_DCP_VERSION
+            self._template = Template(stock, self.results)
+        return self._template
+
+
+_SKIP = "pyckpt: skip this save"
+
+
+def _has_company() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _pass_on(to: Future[None], done: Future[None]) -> None:
+    error = done.exception()
+    if error is None:
+        to.set_result(None)
+    else:
+        to.set_exception(error)
 
 
 def _directory(path: str | os.PathLike[str]) -> Path:
@@ -309,70 +510,3 @@ def _directory(path: str | os.PathLike[str]) -> Path:
         )
     # Absolute, so that a change of the working directory during a background save does no harm.
     return Path(os.path.abspath(path))
-
-
-def _expected_size(plan: SavePlan) -> int:
-    """Bytes of the file that a plan makes, and a little more; objects are not counted."""
-    total = 0
-    for item in plan.items:
-        data = item.tensor_data
-        if data is not None:
-            size = data.properties.dtype.itemsize * math.prod(data.chunk.sizes)
-            total += size + _ENVELOPE_BYTES_MAX
-            if size >= _ALIGNED_PAYLOAD_MIN:
-                total += _GAP_BYTES_MAX
-    return total
-
-
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-
-
-class _Raw(NamedTuple):
-    """A tensor that was given to the engine as its memory."""
-
-    stride: tuple[int, ...] | None
-    """Strides of the payload where they are not row-major."""
-    as_planned: bool
-    """Whether the plan, and so the metadata, has the tensor's true dtype and size."""
-
-
-_OPAQUE = _Raw(None, True)
-
-
-def _add(job: _C.WriteJob, planner: SavePlanner, item: WriteItem) -> _Raw:
-    """Give an item to the job."""
-    data = planner.resolve_data(item)
-    if not isinstance(data, torch.Tensor):
-        job.add_bytes(data.getbuffer())
-        return _OPAQUE
-    if type(data) not in _PLAIN_TYPES:
-        data = data.detach()
-    if type(data) in _PLAIN_TYPES and data.layout is torch.strided:
-        shape = data.shape
-        layout = envelope_of(data.dtype, shape, data.stride())
-        if layout is not None and layout.order is not None:
-            data = data.permute(layout.order)
-        if layout is not None and (
-            job.add_tensor(data, layout.envelope)
-            # Gathering strided memory is for the GPU itself to do.
-            or (data.is_cuda and job.add_tensor(data.contiguous(), layout.envelope))
-        ):
-            plan = item.tensor_data
-            as_planned = (
-                plan is not None
-                and plan.properties.dtype == data.dtype
-                and plan.chunk.sizes == shape
-            )
-            return _Raw(layout.stride, as_planned)
-    job.add_bytes(_serialize(data))
-    return _OPAQUE
-
-
-def _serialize(tensor: torch.Tensor) -> memoryview:
-    """A tensor that is more than its memory, as stock ``FileSystemWriter`` writes it."""
-    tensor = tensor.detach().cpu()
-    if tensor.layout is torch.strided and tensor.untyped_storage().size() != tensor.nbytes:
-        tensor = tensor.clone()
-    file = io.BytesIO()
-    torch.save(tensor, file)
-    return file.getbuffer()

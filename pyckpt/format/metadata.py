@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.metadata import (
 from pyckpt.collector import collector_paused
 from pyckpt.errors import CorruptCheckpoint, UnsafeCheckpoint
 
-__all__ = ["MAGIC", "data_files", "decode", "encode", "read", "storage_info"]
+__all__ = ["MAGIC", "data_files", "decode", "encode", "read", "seal", "storage_info"]
 
 MAGIC = b"PYCKPTM1"
 _TRAILER = struct.Struct("<8sQI")
@@ -87,6 +87,11 @@ def encode(metadata: Metadata) -> bytes:
     """Return the bytes of a ``.metadata`` file: stock's pickle and the trailer."""
     with collector_paused():
         body = pickle.dumps(metadata)
+    return seal(body)
+
+
+def seal(body: bytes) -> bytes:
+    """Put the trailer behind a pickle."""
     return body + _TRAILER.pack(MAGIC, len(body), zlib.crc32(body))
 
 

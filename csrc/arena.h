@@ -1,0 +1,94 @@
+// Host memory for copies that outlive the call that made them.
+#pragma once
+
+#include <cstddef>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "pinned_buffer.h"
+
+namespace pyckpt {
+
+class Arena;
+
+// A piece of an arena, and the right to use it. Keeps the arena's memory mapped while it lives; the
+// right may be given back before that. Safe to call from any thread.
+class Region {
+ public:
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+  ~Region() { give_back(); }
+
+  std::byte* data() const { return data_; }
+  size_t size() const { return size_; }
+
+  // What other processes need to map the memory: the segment's descriptor, -1 where it is private;
+  // and the segment's size and where in it the region begins.
+  int descriptor() const { return segment_->descriptor(); }
+  size_t segment_size() const { return segment_->size(); }
+  size_t offset() const { return static_cast<size_t>(data_ - segment_->data()); }
+
+  // Makes the memory free for others, although this still points to it. Idempotent.
+  void give_back() noexcept;
+
+ private:
+  friend class Arena;
+  Region(std::shared_ptr<Arena> arena, std::shared_ptr<PinnedBuffer> segment, std::byte* data,
+         size_t size)
+      : arena_(std::move(arena)), segment_(std::move(segment)), data_(data), size_(size) {}
+
+  const std::shared_ptr<Arena> arena_;
+  const std::shared_ptr<PinnedBuffer> segment_;
+  std::byte* const data_;
+  const size_t size_;
+  bool given_back_ = false;  // guarded by the arena's mutex
+};
+
+// Page-aligned memory in segments that are allocated, and registered with CUDA, once, and used by
+// one save after the other. Grows to its budget and never shrinks. Safe to call from any thread.
+//
+// First fit over free ranges that merge with their neighbours: states keep their shapes, so that a
+// save mostly finds the very ranges that the one before it gave back.
+class Arena : public std::enable_shared_from_this<Arena> {
+ public:
+  explicit Arena(size_t max_bytes) : max_bytes_(max_bytes) {}
+
+  enum class Kind { kPrivate, kShared };  // shared: other processes can map it
+
+  // A region, or none where the budget is used up. Throws IoError where the system has no memory,
+  // CudaError where it cannot be registered.
+  std::shared_ptr<Region> allocate(size_t size, Kind kind, bool pin);
+
+  // Makes sure that, as far as the budget goes, so many bytes are free, in as large pieces as can
+  // be. With `touch` their pages are there, too.
+  void reserve(size_t bytes, Kind kind, bool pin, bool touch);
+
+  size_t max_bytes() const { return max_bytes_; }
+  size_t held_bytes() const;  // of all segments
+  size_t used_bytes() const;  // of all regions not given back
+
+ private:
+  friend class Region;
+  struct Segment {
+    Kind kind;
+    std::shared_ptr<PinnedBuffer> buffer;
+    std::map<size_t, size_t> free;  // size by offset; neighbours are merged
+  };
+
+  static std::byte* take(Segment* segment, size_t size);
+  static void put_back(Segment* segment, size_t offset, size_t size);
+  Segment* add_segment(size_t at_least, Kind kind, bool pin);  // with mutex_ held
+  void give_back(Region* region) noexcept;
+
+  const size_t max_bytes_;
+
+  mutable std::mutex mutex_;
+  // Guarded by mutex_.
+  std::list<Segment> segments_;
+  size_t held_bytes_ = 0;
+  size_t used_bytes_ = 0;
+};
+
+}  // namespace pyckpt

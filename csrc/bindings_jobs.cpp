@@ -1,0 +1,331 @@
+// Jobs, as Python sees them: with what keeps the memory alive that they read and write.
+#ifdef PYCKPT_CUDA
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bindings.h"
+#include "envelope.h"
+#include "read_job.h"
+#include "write_job.h"
+
+namespace pyckpt {
+
+Direct to_direct(const std::string& name) {
+  if (name == "auto") return Direct::kAuto;
+  if (name == "require") return Direct::kRequire;
+  if (name == "off") return Direct::kOff;
+  throw std::invalid_argument("direct must be 'auto', 'require' or 'off', not '" + name + "'");
+}
+
+// Whether the tensor is memory and nothing more: its bytes, as they lie, are its values. Throws
+// std::invalid_argument where the memory is not there.
+bool is_plain(const at::Tensor& tensor) {
+  // Subclasses may be made of other tensors, and have no memory behind what they say of themselves.
+  if (tensor.key_set().has(c10::DispatchKey::Python)) return false;
+  const at::Device device = tensor.device();
+  if (!device.is_cpu() && !device.is_cuda()) return false;
+  if (tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_conj() ||
+      tensor.is_neg() || !tensor.has_storage()) {
+    return false;
+  }
+  uint64_t end = tensor.numel() == 0 ? 0 : 1;  // in elements, from the tensor's first
+  for (int64_t d = 0; end != 0 && d < tensor.dim(); ++d) {
+    end += static_cast<uint64_t>(tensor.size(d) - 1) * static_cast<uint64_t>(tensor.stride(d));
+  }
+  if (end != 0) end += static_cast<uint64_t>(tensor.storage_offset());
+  if (end * tensor.element_size() > tensor.storage().nbytes()) {
+    throw std::invalid_argument(
+        "the tensor is larger than its storage: its memory was freed (resize_(0)?)");
+  }
+  return true;
+}
+
+std::shared_ptr<Device> following_device(Engine& engine, [[maybe_unused]] int index) {
+  std::shared_ptr<Device> device = engine.cuda_device(index);
+#ifdef PYCKPT_CUDA
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index));
+  device->follow(c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(index)).stream());
+#endif
+  return device;
+}
+
+namespace {
+
+// A WriteJob, and what keeps alive the memory that it reads.
+class PyWriteJob {
+ public:
+  // Where an item lies, in bytes; as pyckpt.format.places unpacks it.
+  struct Place {
+    uint64_t offset;
+    uint64_t length;
+    uint64_t payload_offset;
+    uint64_t payload_length;
+    uint64_t crc32;
+  };
+
+  PyWriteJob(std::shared_ptr<Engine> engine, const std::string& path, const std::string& direct,
+             bool sync, uint64_t preallocate)
+      : engine_(std::move(engine)) {
+    WriteOptions options{to_direct(direct), sync, preallocate};
+    py::gil_scoped_release release;
+    job_ = engine_->start_write(path, options);
+  }
+  PyWriteJob(const PyWriteJob&) = delete;
+  PyWriteJob& operator=(const PyWriteJob&) = delete;
+  ~PyWriteJob() {
+    if (job_ && job_->forked()) {
+      new std::shared_ptr<WriteJob>(std::move(job_));  // must not be destroyed here
+      return;
+    }
+    abandon();
+  }
+
+  bool add_tensor(const at::Tensor& tensor, const std::shared_ptr<Envelope>& envelope) {
+    if (!is_plain(tensor)) return false;
+    Source source;
+    source.data = static_cast<const std::byte*>(tensor.const_data_ptr());
+    source.size = tensor.nbytes();
+    if (source.size != envelope->payload_size) {
+      throw std::invalid_argument("the envelope is for another number of bytes");
+    }
+    if (!tensor.is_non_overlapping_and_dense()) {
+      if (!tensor.is_cpu()) return false;
+      source.strided = std::make_shared<Strided>(tensor.sizes().vec(), tensor.strides().vec(),
+                                                 tensor.element_size());
+    }
+    if (tensor.is_cuda()) source.device = following_device(*engine_, tensor.get_device());
+    source.staged = staged_of(tensor);
+    held_.push_back({tensor, {}});
+    add(envelope, std::move(source));
+    return true;
+  }
+
+  // Adds tensors from number `begin` up to the first that cannot be added; returns its number.
+  size_t add_tensors(const py::list& tensors, const py::list& envelopes, size_t begin) {
+    const size_t count = std::min(tensors.size(), envelopes.size());
+    for (size_t i = begin; i < count; ++i) {
+      const py::handle tensor = PyList_GET_ITEM(tensors.ptr(), static_cast<py::ssize_t>(i));
+      const py::handle envelope = PyList_GET_ITEM(envelopes.ptr(), static_cast<py::ssize_t>(i));
+      if (envelope.is_none() || !THPVariable_Check(tensor.ptr())) return i;
+      if (!add_tensor(THPVariable_Unpack(tensor.ptr()),
+                      envelope.cast<std::shared_ptr<Envelope>>())) {
+        return i;
+      }
+    }
+    return count;
+  }
+
+  void add_bytes(const py::object& object) {
+    ContiguousBuffer view(object);
+    Source source;
+    source.data = view.data();
+    source.size = view.size();
+    held_.push_back({at::Tensor(), {}});
+    held_.back().buffers.push_back(std::move(view));
+    add(nullptr, std::move(source));
+  }
+
+  // One Place an item.
+  py::bytes finish() {
+    {
+      py::gil_scoped_release release;
+      job_->finish();
+    }
+    held_.clear();
+    std::string places;
+    places.reserve(job_->items().size() * sizeof(Place));
+    for (const Item& item : job_->items()) {
+      const Place place{item.offset, item.length, item.payload_offset, item.source.size,
+                        item.crc.load()};
+      places.append(reinterpret_cast<const char*>(&place), sizeof(place));
+    }
+    return places;
+  }
+
+  void abandon() {
+    {
+      py::gil_scoped_release release;
+      if (job_) job_->abandon();
+    }
+    held_.clear();
+  }
+
+  WriteStatistics statistics() const { return job_->statistics(); }
+
+ private:
+  struct Held {
+    at::Tensor tensor;
+    std::vector<ContiguousBuffer> buffers;  // one or none
+  };
+
+  void add(std::shared_ptr<const Envelope> envelope, Source source) {
+    // Adding takes less time than handing the GIL over and back would; waiting is another matter.
+    if (!job_->add(std::move(envelope), std::move(source))) {
+      py::gil_scoped_release release;
+      job_->wait_for_room();
+    }
+    for (const size_t consumed = job_->consumed(); released_ < consumed; ++released_) {
+      held_.pop_front();
+    }
+  }
+
+  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<WriteJob> job_;
+  std::deque<Held> held_;  // of the items from number released_ on
+  size_t released_ = 0;
+};
+
+// A ReadJob, and what keeps alive the memory that it fills.
+class PyReadJob {
+ public:
+  PyReadJob(std::shared_ptr<Engine> engine, const std::string& direct, bool checksum)
+      : engine_(std::move(engine)), job_(engine_->make_read(to_direct(direct), checksum)) {}
+
+  size_t add_file(const std::string& path) {
+    py::gil_scoped_release release;
+    return job_->add_file(path);
+  }
+
+  // Returns the number of the range, or -1 where the box takes several; none where the tensor
+  // cannot be filled.
+  std::optional<int64_t> add_tensor(size_t file, uint64_t offset, const at::Tensor& tensor,
+                                    const std::optional<std::vector<int64_t>>& file_stride) {
+    if (!is_plain(tensor)) return std::nullopt;
+    const auto strided =
+        std::make_shared<Strided>(box_of(tensor, file_stride), tensor.element_size());
+    Destination destination;
+    destination.data = static_cast<std::byte*>(tensor.mutable_data_ptr());
+    if (tensor.is_cuda()) {
+      if (!strided->dense()) return std::nullopt;
+      destination.device = following_device(*engine_, tensor.get_device());
+    }
+    tensors_.push_back(tensor);
+    if (tensor.numel() == 0) return static_cast<int64_t>(job_->add(file, offset, 0, {}));
+    if (strided->dense()) {
+      return static_cast<int64_t>(job_->add(file, offset, tensor.nbytes(), destination));
+    }
+    std::vector<Strided::Place> places;
+    destination.strided = strided->split(kMergeGap, &places);
+    const uint64_t size = destination.strided->file_bytes();
+    std::byte* const base = destination.data;
+    int64_t range = -1;
+    for (const Strided::Place& place : places) {
+      destination.data = base + place.memory_offset;
+      range = static_cast<int64_t>(job_->add(file, offset + place.file_offset, size, destination));
+    }
+    return places.size() == 1 ? range : -1;
+  }
+
+  int64_t add_buffer(size_t file, uint64_t offset, const py::object& buffer) {
+    buffers_.emplace_back(buffer, PyBUF_WRITABLE);
+    const ContiguousBuffer& view = buffers_.back();
+    return static_cast<int64_t>(
+        job_->add(file, offset, view.size(), {view.data(), nullptr, nullptr}));
+  }
+
+  std::vector<uint32_t> run() {
+    // The job is through with them, whether it comes to its end or throws.
+    const std::vector<at::Tensor> tensors = std::move(tensors_);
+    const std::vector<ContiguousBuffer> buffers = std::move(buffers_);
+    py::gil_scoped_release release;
+    return job_->run();
+  }
+
+  ReadStatistics statistics() const { return job_->statistics(); }
+
+ private:
+  static std::vector<Strided::Dimension> box_of(
+      const at::Tensor& tensor, const std::optional<std::vector<int64_t>>& file_stride) {
+    const auto dim = static_cast<size_t>(tensor.dim());
+    if (file_stride && file_stride->size() != dim) {
+      throw std::invalid_argument("file_stride must have as many entries as the tensor dimensions");
+    }
+    const uint64_t item_size = tensor.element_size();
+    std::vector<Strided::Dimension> box(dim);
+    uint64_t row_major = item_size;
+    for (size_t d = dim; d-- > 0;) {
+      const auto i = static_cast<int64_t>(d);
+      box[d].size = static_cast<uint64_t>(tensor.size(i));
+      box[d].memory_stride = static_cast<uint64_t>(tensor.stride(i)) * item_size;
+      box[d].file_stride =
+          file_stride ? static_cast<uint64_t>((*file_stride)[d]) * item_size : row_major;
+      row_major *= box[d].size;
+    }
+    return box;
+  }
+
+  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<ReadJob> job_;
+  std::vector<at::Tensor> tensors_;
+  std::vector<ContiguousBuffer> buffers_;
+};
+
+}  // namespace
+
+void register_read_job(py::module_& module) {
+  py::class_<ReadStatistics>(module, "ReadStatistics")
+      .def_readonly("ranges", &ReadStatistics::ranges)
+      .def_readonly("bytes_needed", &ReadStatistics::bytes_needed)
+      .def_readonly("bytes_read", &ReadStatistics::bytes_read)
+      .def_readonly("seconds", &ReadStatistics::seconds)
+      .def_readonly("copy_seconds", &ReadStatistics::copy_seconds)
+      .def_readonly("checksum_seconds", &ReadStatistics::checksum_seconds)
+      .def_readonly("read_seconds", &ReadStatistics::read_seconds)
+      .def_readonly("slot_waits", &ReadStatistics::slot_waits)
+      .def_readonly("direct", &ReadStatistics::direct)
+      .def_readonly("fallback_reason", &ReadStatistics::fallback_reason);
+  py::class_<PyReadJob>(module, "ReadJob")
+      .def(py::init([](std::shared_ptr<Engine> engine, const std::string& direct, bool checksum) {
+             return std::make_unique<PyReadJob>(std::move(engine), direct, checksum);
+           }),
+           py::arg("engine"), py::kw_only(), py::arg("direct") = "auto", py::arg("checksum") = true)
+      .def("add_file", &PyReadJob::add_file, py::arg("path"))
+      .def("add_tensor", &PyReadJob::add_tensor, py::arg("file"), py::arg("offset"),
+           py::arg("tensor"), py::arg("file_stride") = std::nullopt)
+      .def("add_buffer", &PyReadJob::add_buffer, py::arg("file"), py::arg("offset"),
+           py::arg("buffer"))
+      .def("run", &PyReadJob::run)
+      .def("statistics", &PyReadJob::statistics);
+}
+
+void register_write_job(py::module_& module) {
+  py::class_<WriteStatistics>(module, "WriteStatistics")
+      .def_readonly("items", &WriteStatistics::items)
+      .def_readonly("bytes_added", &WriteStatistics::bytes_added)
+      .def_readonly("bytes_written", &WriteStatistics::bytes_written)
+      .def_readonly("seconds", &WriteStatistics::seconds)
+      .def_readonly("copy_seconds", &WriteStatistics::copy_seconds)
+      .def_readonly("checksum_seconds", &WriteStatistics::checksum_seconds)
+      .def_readonly("write_seconds", &WriteStatistics::write_seconds)
+      .def_readonly("sync_seconds", &WriteStatistics::sync_seconds)
+      .def_readonly("slot_waits", &WriteStatistics::slot_waits)
+      .def_readonly("direct", &WriteStatistics::direct)
+      .def_readonly("fallback_reason", &WriteStatistics::fallback_reason);
+  py::class_<PyWriteJob>(module, "WriteJob")
+      .def(py::init([](std::shared_ptr<Engine> engine, const std::string& path,
+                       const std::string& direct, bool sync, uint64_t preallocate) {
+             return std::make_unique<PyWriteJob>(std::move(engine), path, direct, sync,
+                                                 preallocate);
+           }),
+           py::arg("engine"), py::arg("path"), py::kw_only(), py::arg("direct") = "auto",
+           py::arg("sync") = true, py::arg("preallocate") = 0)
+      .def("add_tensors", &PyWriteJob::add_tensors, py::arg("tensors"), py::arg("envelopes"),
+           py::arg("begin") = 0)
+      .def("add_tensor", &PyWriteJob::add_tensor, py::arg("tensor"), py::arg("envelope"))
+      .def("add_bytes", &PyWriteJob::add_bytes, py::arg("buffer"))
+      .def("finish", &PyWriteJob::finish)
+      .def("abandon", &PyWriteJob::abandon)
+      .def("statistics", &PyWriteJob::statistics);
+}
+
+}  // namespace pyckpt

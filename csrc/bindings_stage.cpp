@@ -1,0 +1,270 @@
+// Staging, as Python sees it: tensors in, tensors on the way to host memory out.
+#include <ATen/ATen.h>
+#include <c10/core/Storage.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#ifdef PYCKPT_CUDA
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+
+namespace pyckpt {
+namespace {
+
+// Storages of tensors that only a guarded optimizer writes to.
+class StorageSet {
+ public:
+  // Takes in the tensors found in nested dicts, lists and tuples.
+  void add(const py::handle& object) { walk(object.ptr()); }
+
+  bool contains(const at::Tensor& tensor) const {
+    return storages_.count(tensor.storage().unsafeGetStorageImpl()) != 0;
+  }
+  size_t size() const { return storages_.size(); }
+
+ private:
+  void walk(PyObject* object) {
+    if (THPVariable_Check(object)) {
+      const at::Tensor& tensor = THPVariable_Unpack(object);
+      if (!tensor.key_set().has(c10::DispatchKey::Python)) {
+        if (tensor.has_storage()) storages_.insert(tensor.storage().unsafeGetStorageImpl());
+      } else if (PyObject* local = PyObject_GetAttrString(object, "_local_tensor")) {
+        // A DTensor; an optimizer writes to the part that is here.
+        walk(local);
+        Py_DECREF(local);
+      } else {
+        PyErr_Clear();  // some other kind of tensor, of which we know nothing
+      }
+    } else if (PyDict_Check(object)) {
+      PyObject *key, *value;
+      Py_ssize_t position = 0;
+      while (PyDict_Next(object, &position, &key, &value) != 0) walk(value);
+    } else if (PyList_Check(object) || PyTuple_Check(object)) {
+      for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
+        walk(PySequence_Fast_GET_ITEM(object, i));
+      }
+    }
+  }
+
+  std::unordered_set<const c10::StorageImpl*> storages_;
+};
+
+void delete_staged(void* context) { delete static_cast<std::shared_ptr<Staged>*>(context); }
+
+// A tensor whose memory is the copy. Tensors that cover their memory keep their strides.
+at::Tensor make_staged_tensor(const std::shared_ptr<Staged>& staged, const at::Tensor& like,
+                              bool keeps_strides) {
+  auto maker = at::for_blob(staged->data(), like.sizes());
+  if (keeps_strides) maker.strides(like.strides());
+  return maker.context(new std::shared_ptr<Staged>(staged), &delete_staged)
+      .options(at::TensorOptions().dtype(like.dtype()).device(at::kCPU))
+      .make_tensor();
+}
+
+// A StageJob, and what keeps alive the memory that it reads.
+class PyStaging {
+ public:
+  PyStaging(std::shared_ptr<Engine> engine, const py::list& leaves, const StorageSet* guarded,
+            const std::optional<std::string>& wanted, bool shared)
+      : engine_(std::move(engine)) {
+    auto storages = std::make_shared<std::vector<c10::Storage>>();
+    std::vector<StageSource> sources(leaves.size());
+    std::vector<at::Tensor> tensors(leaves.size());
+    StageJob::Options options;
+    options.kind = shared ? Arena::Kind::kShared : Arena::Kind::kPrivate;
+    tensors_ = py::list(leaves.size());
+    for (size_t i = 0; i < leaves.size(); ++i) {
+      const py::object leaf = leaves[i];
+      if (!THPVariable_Check(leaf.ptr()) || !is_plain(THPVariable_Unpack(leaf.ptr()))) {
+        tensors_[i] = py::none();
+        continue;
+      }
+      at::Tensor tensor = THPVariable_Unpack(leaf.ptr());
+      const bool unwanted = wanted && i < wanted->size() && (*wanted)[i] == 0;
+      if (unwanted || tensor.numel() == 0) {
+        const auto device = unwanted ? at::kMeta : at::kCPU;
+        const auto like = tensor.options().device(device).pinned_memory(false);
+        tensors_[i] = at::empty_strided(tensor.sizes(), tensor.strides(), like);
+        continue;
+      }
+      StageSource& source = sources[i];
+      source.guarded = guarded != nullptr && guarded->contains(tensor);
+      if (tensor.is_cuda()) {
+        source.device = device_of(tensor, &options);
+        options.pin = true;
+        if (!tensor.is_non_overlapping_and_dense()) {
+          tensor = make_contiguous(tensor, *source.device);
+          // The caller's stream is to wait for the kernel that reads the tensor, as for a copy.
+          source.guarded = false;
+        }
+      } else if (!tensor.is_non_overlapping_and_dense()) {
+        source.strided = std::make_shared<Strided>(tensor.sizes().vec(), tensor.strides().vec(),
+                                                   tensor.element_size());
+      }
+      source.data = static_cast<const std::byte*>(tensor.const_data_ptr());
+      source.size = tensor.nbytes();
+      storages->push_back(tensor.storage());
+      tensors[i] = std::move(tensor);
+    }
+    options.sources = storages;
+    programs_ = options.programs;
+    {
+      py::gil_scoped_release release;
+      job_ = engine_->start_stage(sources, std::move(options));
+      job_->wait_volatile();
+    }
+    hand_out(leaves, sources, tensors);
+  }
+  PyStaging(const PyStaging&) = delete;
+  PyStaging& operator=(const PyStaging&) = delete;
+  ~PyStaging() {
+    if (!job_) return;
+    if (job_->forked()) {
+      new std::shared_ptr<StageJob>(std::move(job_));  // must not be destroyed here
+      return;
+    }
+    py::gil_scoped_release release;
+    job_.reset();
+  }
+
+  // Their memory then lives as long as they do, or until `release`.
+  py::list take_tensors() { return std::exchange(tensors_, py::list()); }
+  uint64_t streamed_volatile_bytes() const { return streamed_volatile_bytes_; }
+  StageStatistics statistics() const { return job_->statistics(); }
+
+  void wait() {
+    py::gil_scoped_release release;
+    job_->wait();
+  }
+
+  // What the calling thread's current streams are given from now on waits for the copies.
+  void guard() {
+    py::gil_scoped_release release;
+    job_->wait_host();
+#ifdef PYCKPT_CUDA
+    for (const auto& [device, before] : programs_) {
+      const auto index = static_cast<c10::DeviceIndex>(device->index());
+      const c10::cuda::CUDAGuard guard(index);
+      job_->hold(device, c10::cuda::getCurrentCUDAStream(index).stream());
+    }
+#endif
+  }
+
+  void release_sources() {
+    py::gil_scoped_release release;
+    job_->release_sources();
+  }
+
+  void release() {
+    tensors_ = py::list();
+    py::gil_scoped_release release;
+    job_->release_regions();
+    job_->release_sources();
+  }
+
+ private:
+  std::shared_ptr<Device> device_of(const at::Tensor& tensor, StageJob::Options* options) {
+    for (const auto& [device, stream] : options->programs) {
+      if (device->index() == tensor.get_device()) return device;
+    }
+    std::shared_ptr<Device> device = following_device(*engine_, tensor.get_device());
+    Stream stream = nullptr;
+#ifdef PYCKPT_CUDA
+    const auto index = static_cast<c10::DeviceIndex>(tensor.get_device());
+    stream = c10::cuda::getCurrentCUDAStream(index).stream();
+#endif
+    options->programs.emplace_back(device, stream);
+    return device;
+  }
+
+  static at::Tensor make_contiguous(const at::Tensor& tensor, [[maybe_unused]] Device& device) {
+#ifdef PYCKPT_CUDA
+    const auto index = static_cast<c10::DeviceIndex>(tensor.get_device());
+    const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(
+        static_cast<cudaStream_t>(device.to_host()), index));
+#endif
+    return tensor.detach().contiguous();
+  }
+
+  void hand_out(const py::list& leaves, const std::vector<StageSource>& sources,
+                const std::vector<at::Tensor>& tensors) {
+    for (size_t i = 0; i < sources.size(); ++i) {
+      if (!tensors[i].defined()) continue;
+      if (const std::shared_ptr<Staged>& staged = job_->staged()[i]) {
+        tensors_[i] = make_staged_tensor(staged, tensors[i], !sources[i].strided);
+      } else {
+        // No room: the writer is to read it from where it is.
+        tensors_[i] = leaves[i];
+        if (!sources[i].guarded) streamed_volatile_bytes_ += sources[i].size;
+      }
+    }
+  }
+
+  const std::shared_ptr<Engine> engine_;
+  std::shared_ptr<StageJob> job_;
+  std::vector<std::pair<std::shared_ptr<Device>, Stream>> programs_;
+  py::list tensors_;
+  uint64_t streamed_volatile_bytes_ = 0;
+};
+
+// (descriptor, bytes of the segment, offset in it) of a staged tensor's memory, if it is shared.
+std::optional<std::tuple<int, size_t, size_t>> shared_memory_of(const at::Tensor& tensor) {
+  const std::shared_ptr<Staged> staged = staged_of(tensor);
+  if (!staged || staged->region()->descriptor() < 0) return std::nullopt;
+  const Region& region = *staged->region();
+  const auto within = static_cast<size_t>(staged->data() - region.data());
+  return std::make_tuple(region.descriptor(), region.segment_size(), region.offset() + within);
+}
+
+}  // namespace
+
+std::shared_ptr<Staged> staged_of(const at::Tensor& tensor) {
+  const c10::DataPtr& memory = tensor.storage().data_ptr();
+  if (memory.get_deleter() != &delete_staged) return nullptr;
+  const auto& staged = *static_cast<std::shared_ptr<Staged>*>(memory.get_context());
+  // A view of a part has another checksum; and is not ours to hand out.
+  if (tensor.const_data_ptr() != staged->data() || tensor.nbytes() != staged->size()) {
+    return nullptr;
+  }
+  return staged;
+}
+
+void register_staging(py::module_& module) {
+  py::class_<StorageSet>(module, "StorageSet")
+      .def(py::init<>())
+      .def("add", &StorageSet::add, py::arg("tensors"))
+      .def("__len__", &StorageSet::size);
+  py::class_<StageStatistics>(module, "StageStatistics")
+      .def_readonly("bytes_staged", &StageStatistics::bytes_staged)
+      .def_readonly("bytes_streamed", &StageStatistics::bytes_streamed)
+      .def_readonly("seconds", &StageStatistics::seconds);
+  py::class_<PyStaging>(module, "Staging")
+      .def(py::init([](std::shared_ptr<Engine> engine, const py::list& leaves,
+                       const StorageSet* guarded, const std::optional<py::bytes>& wanted,
+                       bool shared) {
+             std::optional<std::string> mask;
+             if (wanted) mask = static_cast<std::string>(*wanted);
+             return std::make_unique<PyStaging>(std::move(engine), leaves, guarded, mask, shared);
+           }),
+           py::arg("engine"), py::arg("leaves"), py::kw_only(), py::arg("guarded") = nullptr,
+           py::arg("wanted") = std::nullopt, py::arg("shared") = false)
+      .def("take_tensors", &PyStaging::take_tensors)
+      .def_property_readonly("streamed_volatile_bytes", &PyStaging::streamed_volatile_bytes)
+      .def("statistics", &PyStaging::statistics)
+      .def("wait", &PyStaging::wait)
+      .def("guard", &PyStaging::guard)
+      .def("release_sources", &PyStaging::release_sources)
+      .def("release", &PyStaging::release);
+  module.def("shared_memory_of", &shared_memory_of, py::arg("tensor"));
+}
+
+}  // namespace pyckpt

@@ -1,0 +1,384 @@
+#include "stage_job.h"
+
+#include <algorithm>
+#include <cstring>
+#include <unordered_map>
+#include <utility>
+
+#include "crc32.h"
+#include "stream_copy.h"
+
+namespace pyckpt {
+namespace {
+
+// Smaller sources share regions and units.
+constexpr uint64_t kSmall = 64 << 10;
+constexpr uint64_t kSmallAlignment = 64;
+// What a thread copies before it looks for more.
+constexpr uint64_t kUnit = 1 << 20;
+// Checksum and copy take turns on blocks that stay in a core's cache.
+constexpr uint64_t kCacheBlock = 128 << 10;
+// How many bytes a device copies between two tickets: a writer can begin with the first while the
+// others are on their way.
+constexpr uint64_t kTicketBytes = 16 << 20;
+
+uint64_t round_up(uint64_t value, uint64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+}  // namespace
+
+void Staged::wait() {
+  if (there_.load(std::memory_order_acquire)) return;
+  const std::shared_ptr<StageJob> job = job_.lock();
+  if (!job) throw std::runtime_error("the copy was given up");
+  job->wait_for(this);
+}
+
+std::shared_ptr<StageJob> StageJob::start(Arena* arena, IoThreads* threads,
+                                          const std::vector<StageSource>& sources,
+                                          Options options) {
+  std::shared_ptr<StageJob> job(new StageJob(sources, std::move(options)));
+  try {
+    job->place(arena, sources);
+    job->queue_volatile();
+  } catch (...) {
+    job->units_left_ = 0;  // none was given to a thread
+    job->queued_ = true;
+    throw;
+  }
+  const size_t lanes = std::min(job->options_.lanes, job->units_.size());
+  const size_t hurry = std::min(job->options_.hurry, job->volatile_units_);
+  for (size_t i = 0; i < std::max(lanes, hurry); ++i) {
+    const size_t limit = i < lanes ? job->units_.size() : job->volatile_units_;
+    if (!threads->submit([job, limit] { job->run_lane(limit); })) job->run_lane(limit);
+  }
+  const auto guarded = [](const Copy& copy) { return copy.source.guarded; };
+  if (std::any_of(job->device_copies_.begin(), job->device_copies_.end(), guarded)) {
+    if (!threads->submit([job] { job->queue_guarded(); })) job->queue_guarded();
+  } else {
+    std::lock_guard lock(job->mutex_);
+    job->queued_ = true;
+    if (job->units_.empty()) job->end_clock();
+  }
+  return job;
+}
+
+StageJob::StageJob(const std::vector<StageSource>& sources, Options options)
+    : options_(std::move(options)), staged_(sources.size()) {}
+
+StageJob::~StageJob() {
+  if (forked()) return;
+  quiesce();
+}
+
+// Finds room, first for what is not guarded: what finds none costs the caller a wait.
+void StageJob::place(Arena* arena, const std::vector<StageSource>& sources) {
+  uint64_t total = 0;
+  for (const StageSource& source : sources) total += round_up(source.size, kSmallAlignment);
+  arena->reserve(total, options_.kind, options_.pin, /*touch=*/false);
+
+  // Tensors that are the same memory are copied once.
+  std::unordered_map<const std::byte*, size_t> seen;
+  std::vector<std::pair<size_t, size_t>> twins;
+  for (const bool guarded : {false, true}) {
+    std::vector<size_t> small, large;
+    for (size_t i = 0; i < sources.size(); ++i) {
+      const StageSource& source = sources[i];
+      if (source.guarded != guarded || source.data == nullptr) continue;
+      if (!source.strided) {
+        const auto [twin, is_new] = seen.emplace(source.data, i);
+        if (!is_new && sources[twin->second].size == source.size &&
+            sources[twin->second].device == source.device) {
+          twins.emplace_back(i, twin->second);
+          continue;
+        }
+      }
+      (source.size < kSmall ? small : large).push_back(i);
+    }
+    place_small(arena, std::move(small), sources);
+    for (const size_t i : large) {
+      std::shared_ptr<Region> region =
+          arena->allocate(sources[i].size, options_.kind, options_.pin);
+      if (region) {
+        std::byte* const data = region->data();
+        add(sources[i], i, std::move(region), data);
+      } else {
+        bytes_streamed_ += sources[i].size;
+      }
+    }
+    cut_units(guarded);
+  }
+  for (const auto& [i, twin] : twins) staged_[i] = staged_[twin];
+}
+
+// All of them in one region, as dense as they may lie: one launch can fill it.
+void StageJob::place_small(Arena* arena, std::vector<size_t> indices,
+                           const std::vector<StageSource>& sources) {
+  uint64_t total = 0;
+  for (const size_t i : indices) total += round_up(sources[i].size, kSmallAlignment);
+  std::shared_ptr<Region> region;
+  if (total > 0) {
+    region = arena->allocate(total, options_.kind, options_.pin);
+    if (!region) {
+      bytes_streamed_ += total;
+      return;
+    }
+  }
+  std::byte* at = region ? region->data() : nullptr;
+  for (const size_t i : indices) {
+    add(sources[i], i, region, at);
+    at += round_up(sources[i].size, kSmallAlignment);
+  }
+}
+
+void StageJob::add(const StageSource& source, size_t index, std::shared_ptr<Region> region,
+                   std::byte* data) {
+  auto staged = std::make_shared<Staged>(weak_from_this(), std::move(region), data, source.size,
+                                         /*checksummed=*/!source.device);
+  staged_[index] = staged;
+  bytes_staged_ += source.size;
+  if (source.size == 0) {
+    staged->there_.store(true);
+    return;
+  }
+  (source.device ? device_copies_ : copies_).push_back({source, std::move(staged)});
+}
+
+void StageJob::cut_units(bool guarded) {
+  const auto first = static_cast<size_t>(
+      std::find_if(copies_.begin(), copies_.end(),
+                   [&](const Copy& copy) { return copy.source.guarded == guarded; }) -
+      copies_.begin());
+  for (size_t i = first; i < copies_.size();) {
+    const uint64_t size = copies_[i].source.size;
+    if (size >= kSmall) {
+      // Pieces end where blocks do, so that all but the last are whole blocks.
+      for (uint64_t begin = 0; begin < size; begin += kUnit) {
+        units_.push_back({i, 1, begin, std::min(kUnit, size - begin)});
+      }
+      copies_[i].staged->pieces_left_ = static_cast<uint32_t>((size + kUnit - 1) / kUnit);
+      ++i;
+      continue;
+    }
+    Unit unit{i, 0, 0, 0};
+    while (i < copies_.size() && copies_[i].source.size < kSmall && unit.size < kUnit) {
+      unit.size += copies_[i].source.size;
+      ++unit.copies;
+      copies_[i].staged->pieces_left_ = 1;
+      ++i;
+    }
+    units_.push_back(unit);
+  }
+  if (!guarded) volatile_left_ = volatile_units_ = units_.size();
+  units_left_ = units_.size();
+}
+
+void StageJob::queue_volatile() {
+  for (const auto& [device, stream] : options_.programs) {
+    queue(device, /*guarded=*/false);
+    for (const Last& last : last_) {
+      if (last.device == device) device->hold(stream, *last.ticket);
+    }
+  }
+}
+
+void StageJob::queue_guarded() noexcept {
+  try {
+    for (const auto& [device, stream] : options_.programs) queue(device, /*guarded=*/true);
+  } catch (...) {
+    fail(std::current_exception());
+  }
+  std::lock_guard lock(mutex_);
+  queued_ = true;
+  changed_.notify_all();
+}
+
+void StageJob::queue(const std::shared_ptr<Device>& device, bool guarded) {
+  std::vector<Transfer> transfers;
+  std::vector<Staged*> those;
+  uint64_t bytes = 0;
+  const auto flush = [&] {
+    if (transfers.empty()) return;
+    const std::shared_ptr<Ticket> ticket = device->copy_to_host(transfers);
+    std::lock_guard lock(mutex_);
+    for (Staged* staged : those) staged->ticket_ = ticket;
+    const auto same = [&](const Last& last) { return last.device == device; };
+    const auto last = std::find_if(last_.begin(), last_.end(), same);
+    if (last == last_.end()) {
+      last_.push_back({device, ticket});
+    } else {
+      last->ticket = ticket;
+    }
+    changed_.notify_all();
+    transfers.clear();
+    those.clear();
+    bytes = 0;
+  };
+  for (const Copy& copy : device_copies_) {
+    if (copy.source.device != device || copy.source.guarded != guarded) continue;
+    transfers.push_back({copy.staged->data(), copy.source.data, copy.source.size});
+    those.push_back(copy.staged.get());
+    bytes += copy.source.size;
+    if (bytes >= kTicketBytes) flush();
+  }
+  flush();
+}
+
+void StageJob::run_lane(size_t limit) noexcept {
+  try {
+    while (do_unit(limit)) {
+    }
+  } catch (...) {
+    fail(std::current_exception());
+  }
+}
+
+// Copies the next unit, unless those before `limit` are taken.
+bool StageJob::do_unit(size_t limit) {
+  size_t index = next_unit_.load(std::memory_order_relaxed);
+  do {
+    if (index >= limit) return false;
+  } while (!next_unit_.compare_exchange_weak(index, index + 1, std::memory_order_relaxed));
+  const Unit& unit = units_[index];
+  if (unit.copies == 1) {
+    copy_piece(copies_[unit.copy], unit.begin, unit.size);
+  } else {
+    for (size_t i = unit.copy; i < unit.copy + unit.copies; ++i) {
+      copy_piece(copies_[i], 0, copies_[i].source.size);
+    }
+  }
+  std::lock_guard lock(mutex_);
+  if (index < volatile_units_) --volatile_left_;
+  if (--units_left_ == 0) end_clock();
+  changed_.notify_all();
+  return true;
+}
+
+void StageJob::copy_piece(const Copy& copy, uint64_t begin, uint64_t size) {
+  const StageSource& source = copy.source;
+  Staged& staged = *copy.staged;
+  uint32_t crc = 0;
+  for (uint64_t done = 0; done < size;) {
+    const uint64_t step = std::min(kCacheBlock, size - done);
+    std::byte* const to = staged.data() + begin + done;
+    if (source.strided) {
+      source.strided->gather(to, source.data, begin + done, step);
+      crc = crc32(crc, to, step);
+    } else {
+      // The checksum brings the block into the cache, where the copy finds it.
+      const std::byte* const from = source.data + begin + done;
+      crc = crc32(crc, from, step);
+      copy_past_cache(to, from, step);
+    }
+    done += step;
+  }
+  const uint64_t after = source.size - begin - size;
+  staged.crc_.fetch_xor(after == 0 ? crc : crc32_shift(crc, after), std::memory_order_relaxed);
+  if (staged.pieces_left_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    staged.there_.store(true, std::memory_order_release);
+  }
+}
+
+// A thread of the engine must not help here: that would take processors from the program.
+void StageJob::wait_for(Staged* staged) {
+  std::shared_ptr<Ticket> ticket;
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return error_ || staged->ticket_ || staged->there_.load(); });
+    if (error_) std::rethrow_exception(error_);
+    ticket = staged->ticket_;
+  }
+  if (!ticket) return;
+  try {
+    ticket->wait();
+  } catch (...) {
+    fail(std::current_exception());
+    throw;
+  }
+  staged->there_.store(true, std::memory_order_release);
+}
+
+void StageJob::help(size_t limit) {
+  try {
+    while (do_unit(limit)) {
+    }
+  } catch (...) {
+    fail(std::current_exception());
+  }
+}
+
+void StageJob::wait_volatile() {
+  help(volatile_units_);
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return error_ || volatile_left_ == 0; });
+  if (error_) std::rethrow_exception(error_);
+}
+
+void StageJob::wait_host() {
+  help(units_.size());
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return error_ || (units_left_ == 0 && queued_); });
+  if (error_) std::rethrow_exception(error_);
+}
+
+void StageJob::wait() {
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return error_ || (units_left_ == 0 && queued_); });
+    if (error_) std::rethrow_exception(error_);
+  }
+  for (const Copy& copy : device_copies_) copy.staged->wait();
+  end_clock();
+}
+
+void StageJob::hold(const std::shared_ptr<Device>& device, Stream stream) {
+  std::shared_ptr<Ticket> ticket;
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return error_ || queued_; });
+    if (error_) std::rethrow_exception(error_);
+    for (const Last& last : last_) {
+      if (last.device == device) ticket = last.ticket;
+    }
+  }
+  if (ticket) device->hold(stream, *ticket);
+}
+
+void StageJob::release_sources() {
+  std::shared_ptr<void> sources;
+  {
+    std::lock_guard lock(mutex_);
+    sources = std::move(options_.sources);
+  }
+}
+
+// Until neither threads nor devices write to the regions, whether or not the job has failed.
+void StageJob::quiesce() noexcept {
+  std::vector<Last> last;
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return units_left_ == 0 && queued_; });
+    last = last_;  // which stay: others may wait for them at the same time
+  }
+  for (const Last& of_device : last) {
+    try {
+      of_device.ticket->wait();
+    } catch (...) {
+      // A device that failed writes no more; whoever waits for its copies is told by their tickets.
+    }
+  }
+}
+
+void StageJob::release_regions() noexcept {
+  quiesce();
+  for (const std::shared_ptr<Staged>& staged : staged_) {
+    if (staged && staged->region()) staged->region()->give_back();
+  }
+}
+
+StageStatistics StageJob::statistics() const {
+  return {bytes_staged_, bytes_streamed_, seconds()};
+}
+
+}  // namespace pyckpt

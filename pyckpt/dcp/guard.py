@@ -1,0 +1,56 @@
+"""The step guard: no optimizer writes to memory that is still being copied.
+
+`torch.optim` calls global hooks before every step of every optimizer. Ours makes the step wait for
+the copies that need it: on a GPU the stream that steps waits, on a CPU the thread does. All
+optimizers wait, not only those that a stager was told of, since wrappers step others than they
+were given (ZeroRedundancyOptimizer, Accelerate), and a step that waits in vain costs nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, Protocol
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+__all__ = ["Guarded", "add", "discard"]
+
+
+class Guarded(Protocol):
+    """Copies that a step must not overtake."""
+
+    def guard(self) -> None:
+        """Make what the calling thread does next wait for the copies. Must not raise."""
+
+
+_lock = threading.Lock()
+# Replaced, never changed, so that it is read without the lock.
+_guarded: tuple[weakref.ref[Guarded], ...] = ()
+_handle: Any = None
+
+
+def add(copies: Guarded) -> None:
+    """Hold steps back until ``copies`` are discarded, or gone."""
+    global _guarded, _handle
+    with _lock:
+        _guarded = (*(ref for ref in _guarded if ref() is not None), weakref.ref(copies))
+        if _handle is None:
+            _handle = register_optimizer_step_pre_hook(_before_step)
+
+
+def discard(copies: Guarded) -> None:
+    """Let steps go. Does nothing for copies that are not held."""
+    global _guarded, _handle
+    with _lock:
+        _guarded = tuple(ref for ref in _guarded if ref() not in (copies, None))
+        if not _guarded and _handle is not None:
+            _handle.remove()
+            _handle = None
+
+
+def _before_step(optimizer: object, args: object, kwargs: object) -> None:
+    for ref in _guarded:
+        copies = ref()
+        if copies is not None:
+            copies.guard()

@@ -1,0 +1,215 @@
+"""The items of a plan on their way into a rank's file, and what is told of them afterwards."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from pyckpt import _C
+from pyckpt.dcp.leaves import is_plain_type
+from pyckpt.errors import PyckptError
+from pyckpt.format.envelope import envelope_of
+from pyckpt.format.metadata import storage_info
+
+__all__ = [
+    "OPAQUE",
+    "Notes",
+    "Packed",
+    "Place",
+    "Raw",
+    "add",
+    "add_known",
+    "expected_size",
+    "notes_of",
+    "places_of",
+    "unpack",
+    "write_result",
+]
+
+# What the bytes around a tensor, and the gap before an aligned one, take at most (docs/format.md);
+# for the preallocation, where a little too much is given back at the end.
+_ENVELOPE_BYTES_MAX = 2048
+_GAP_BYTES_MAX = 4096
+_ALIGNED_PAYLOAD_MIN = 64 << 10
+
+
+class Raw(NamedTuple):
+    """A tensor that was given to the engine as its memory."""
+
+    stride: tuple[int, ...] | None
+    """Strides of the payload where they are not row-major."""
+    as_planned: bool
+    """Whether the plan, and so the metadata, has the tensor's true dtype and size."""
+
+
+OPAQUE = Raw(None, True)
+
+
+class Place(NamedTuple):
+    """Where an item lies, in bytes, as a `_C.WriteJob` packs it."""
+
+    offset: int
+    length: int
+    payload_offset: int
+    payload_length: int
+    crc32: int
+
+
+_PLACE = struct.Struct("=5Q")
+
+
+def places_of(packed: bytes) -> Iterator[Place]:
+    """Unpack what ``_C.WriteJob.finish`` returns."""
+    return map(Place._make, _PLACE.iter_unpack(packed))
+
+
+def add(job: _C.WriteJob, planner: SavePlanner, item: WriteItem, settle: Callable[[], None]) -> Raw:
+    """Give an item to the job. ``settle`` waits until staged memory may be read."""
+    data = planner.resolve_data(item)
+    if not isinstance(data, torch.Tensor):
+        job.add_bytes(data.getbuffer())
+        return OPAQUE
+    if data.is_meta:
+        raise PyckptError(
+            f"{item.index.fqn} fell to this rank, which had left it to another that has the same; "
+            "the ranks' states changed. The next save stages it."
+        )
+    if not is_plain_type(data):
+        data = data.detach()
+    if is_plain_type(data) and data.layout is torch.strided:
+        shape = data.shape
+        layout = envelope_of(data.dtype, shape, data.stride())
+        if layout is not None and layout.order is not None:
+            data = data.permute(layout.order)
+        if layout is not None and (
+            job.add_tensor(data, layout.envelope)
+            # Gathering strided memory is for the GPU itself to do.
+            or (data.is_cuda and job.add_tensor(data.contiguous(), layout.envelope))
+        ):
+            plan = item.tensor_data
+            as_planned = (
+                plan is not None
+                and plan.properties.dtype == data.dtype
+                and plan.chunk.sizes == shape
+            )
+            return Raw(layout.stride, as_planned)
+    settle()
+    job.add_bytes(_serialize(data))
+    return OPAQUE
+
+
+def _serialize(tensor: torch.Tensor) -> memoryview:
+    """A tensor that is more than its memory, as stock ``FileSystemWriter`` writes it."""
+    tensor = tensor.detach().cpu()
+    if tensor.layout is torch.strided and tensor.untyped_storage().size() != tensor.nbytes:
+        tensor = tensor.clone()
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    return file.getbuffer()
+
+
+def write_result(item: WriteItem, name: str, raw: Raw, place: Place) -> WriteResult:
+    """What DCP is told of an item in the file of that name."""
+    return WriteResult(item.index, place.length, _info(name, raw, place))
+
+
+class Packed(NamedTuple):
+    """In the place of a rank's write results: what differs from those of the first save of the same
+    plan."""
+
+    name: str
+    """Of the rank's file."""
+    places: bytes
+
+
+def unpack(packed: Packed, before: Sequence[WriteResult]) -> list[WriteResult]:
+    """The write results, from those of a save before it."""
+    results = []
+    for result, place in zip(before, places_of(packed.places), strict=True):
+        info = copy.copy(result.storage_data)
+        info.relative_path = packed.name
+        for field, value in place._asdict().items():
+            if field in vars(info):
+                setattr(info, field, value)
+        results.append(WriteResult(result.index, place.length, info))
+    return results
+
+
+class Notes(NamedTuple):
+    """What a rank remembers of the first save of a plan."""
+
+    raws: list[Raw]
+    envelopes: list[_C.Envelope | None]
+    """None where the item needs a closer look at each save."""
+    expected_size: int
+
+
+def notes_of(plan: SavePlan, raws: list[Raw], tensors: Sequence[torch.Tensor | None]) -> Notes:
+    """What to remember of a save that is over."""
+    envelopes = [
+        None if tensor is None or raw is OPAQUE or not raw.as_planned else _simple_envelope(tensor)
+        for raw, tensor in zip(raws, tensors, strict=True)
+    ]
+    return Notes(raws, envelopes, expected_size(plan))
+
+
+def _simple_envelope(tensor: torch.Tensor) -> _C.Envelope | None:
+    layout = envelope_of(tensor.dtype, tensor.shape, tensor.stride())
+    return None if layout is None or layout.order is not None else layout.envelope
+
+
+def add_known(
+    job: _C.WriteJob,
+    planner: SavePlanner,
+    items: Sequence[WriteItem],
+    tensors: list[torch.Tensor | None],
+    notes: Notes,
+    settle: Callable[[], None],
+) -> list[Raw]:
+    """Give the items of a plan to the job that a save had before: tensors without Python."""
+    raws = list(notes.raws)
+    done = 0
+    while True:
+        done = job.add_tensors(tensors, notes.envelopes, done)
+        if done == len(items):
+            return raws
+        raws[done] = add(job, planner, items[done], settle)
+        done += 1
+
+
+def _info(name: str, raw: Raw, place: Place) -> _StorageInfo:
+    if not raw.as_planned:
+        # A planner changed the tensor on its way and left the plan as it was. The item itself, like
+        # any that torch.save writes, tells readers what it is.
+        return _StorageInfo(name, place.offset, place.length)
+    return storage_info(
+        name,
+        place.offset,
+        place.length,
+        crc32=place.crc32,
+        payload_offset=place.payload_offset,
+        payload_length=place.payload_length,
+        payload_stride=raw.stride,
+    )
+
+
+def expected_size(plan: SavePlan) -> int:
+    """Bytes of the file that a plan makes, and a little more; objects are not counted."""
+    total = 0
+    for item in plan.items:
+        data: Any = item.tensor_data
+        if data is not None:
+            size = data.properties.dtype.itemsize * math.prod(data.chunk.sizes)
+            total += size + _ENVELOPE_BYTES_MAX
+            if size >= _ALIGNED_PAYLOAD_MIN:
+                total += _GAP_BYTES_MAX
+    return total

@@ -1,0 +1,156 @@
+"""What stands at the leaves of a state dict, and how it is copied where it is more than memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Leaves", "copy_object", "dtensor_like", "is_plain_type", "local_tensor"]
+
+# Nobody can change these, so that a reference is as good as a copy.
+_IMMUTABLE = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """The part of a DTensor that is here."""
+    local = tensor._local_tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def is_plain_type(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's class gives its memory no meaning of its own."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class _ToHost(TorchFunctionMode):
+    """Tensors that ``copy.deepcopy`` comes upon are copied to the host."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and is_plain_type(args[0]):
+            tensor, memo = args
+            copied = tensor.detach().to("cpu", copy=True)
+            memo[id(tensor)] = copied
+            return copied
+        return func(*args, **(kwargs or {}))
+
+
+def copy_object(value: Any) -> Any:
+    """A copy of an object that DCP will pickle, with the tensors in it on the host."""
+    with torch.no_grad(), _ToHost():
+        return copy.deepcopy(value)
+
+
+def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor that is more than its memory: sparse, quantized, of its own class."""
+    with torch.no_grad():
+        return tensor.detach().to("cpu", copy=True)
+
+
+def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor placed as another is, with other memory."""
+    make: Any = DTensor
+    made: DTensor = make(local, tensor._spec, requires_grad=False)
+    return made
+
+
+@dataclass(frozen=True)
+class _Wrapped:
+    """A leaf whose memory is that of other tensors."""
+
+    index: int
+    parts: Callable[[Any], list[torch.Tensor]]
+    wrap: Callable[[Any, list[torch.Tensor]], Any]
+
+
+def _shards(tensor: ShardedTensor) -> list[torch.Tensor]:
+    return [shard.tensor for shard in tensor.local_shards()]
+
+
+def _like_sharded(tensor: ShardedTensor, parts: list[torch.Tensor]) -> ShardedTensor:
+    shards = [
+        Shard(part, shard.metadata)
+        for part, shard in zip(parts, tensor.local_shards(), strict=True)
+    ]
+    # As stock stages it (torch/distributed/_state_dict_utils.py).
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, sharded_tensor_metadata=tensor.metadata(), process_group=tensor._process_group
+    )
+
+
+class Leaves:
+    """How to copy the leaves of state dicts of one shape."""
+
+    def __init__(self, leaves: list[Any]) -> None:
+        self._wrapped: list[_Wrapped] = []
+        self._objects: list[int] = []
+        for i, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                if type(leaf) not in _IMMUTABLE:
+                    self._objects.append(i)
+            elif isinstance(leaf, DTensor):
+                self._wrapped.append(
+                    _Wrapped(
+                        i, lambda t: [local_tensor(t)], lambda t, parts: dtensor_like(t, parts[0])
+                    )
+                )
+            elif isinstance(leaf, ShardedTensor):
+                self._wrapped.append(_Wrapped(i, _shards, _like_sharded))
+
+    def sources(self, leaves: list[Any]) -> list[Any]:
+        """The leaves, with the memory of those that are made of others behind them."""
+        if not self._wrapped:
+            return leaves
+        return leaves + [part for leaf in self._wrapped for part in leaf.parts(leaves[leaf.index])]
+
+    def sources_wanted(self, leaves: list[Any], wanted: bytes) -> bytes:
+        """The same for a mask of leaves: which sources are wanted."""
+        return wanted + b"".join(
+            wanted[leaf.index : leaf.index + 1] * len(leaf.parts(leaves[leaf.index]))
+            for leaf in self._wrapped
+        )
+
+    def finish(self, leaves: list[Any], copies: list[Any]) -> list[Any]:
+        """Complete what was copied as memory (None where it could not be) to a list of leaves."""
+        count = len(leaves)
+        done = copies[:count]
+        at = count
+        for leaf in self._wrapped:
+            original = leaves[leaf.index]
+            sources = leaf.parts(original)
+            parts = copies[at : at + len(sources)]
+            at += len(sources)
+            parts = [
+                _copy_tensor(source) if part is None else part
+                for source, part in zip(sources, parts, strict=True)
+            ]
+            done[leaf.index] = leaf.wrap(original, parts)
+        for i in self._objects:
+            done[i] = copy_object(leaves[i])
+        for i in _missing(done):
+            leaf = leaves[i]
+            done[i] = _copy_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        return done
+
+
+def _missing(values: Iterable[Any]) -> list[int]:
+    return [i for i, value in enumerate(values) if value is None]

@@ -1,0 +1,57 @@
+"""Staged state on its way to another process (``async_checkpointer_type=PROCESS``).
+
+DCP pickles it through a pipe, where torch.multiprocessing would move every tensor's storage into a
+piece of shared memory of its own: a descriptor and a copy each, and for a tensor of the program
+itself its memory would be swapped for one that the other process sees. So what goes is made here:
+views of the few segments that the copies lie in, or copies where they lie in none.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from pyckpt import _C
+from pyckpt.dcp.leaves import dtensor_like, is_plain_type
+from pyckpt.dcp.stager import release_at_thread_end
+
+if TYPE_CHECKING:
+    from pyckpt.dcp.stager import StagedStateDict
+
+__all__ = ["share"]
+
+
+def share(state_dict: StagedStateDict) -> tuple[Any, ...]:
+    """What pickles in the place of a staged state dict: plain dicts and lists of tensors in shared
+    memory. Waits until the copies are whole. The memory is given back when the thread that calls
+    this, DCP's own for one save, ends."""
+    staging = state_dict.staging
+    release_at_thread_end(staging)
+    staging.staged.result()
+    segments: dict[int, torch.UntypedStorage] = {}
+    return dict, ({key: _shared(value, segments) for key, value in state_dict.items()},)
+
+
+def _shared(value: Any, segments: dict[int, torch.UntypedStorage]) -> Any:
+    if isinstance(value, dict):
+        return {key: _shared(entry, segments) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_shared(entry, segments) for entry in value]
+    if isinstance(value, DTensor):
+        return dtensor_like(value, _shared(value._local_tensor, segments))
+    if not isinstance(value, torch.Tensor) or not is_plain_type(value) or value.is_meta:
+        return value
+    place = _C.shared_memory_of(value) if value.layout is torch.strided and value.numel() else None
+    if place is None:
+        # Private to this process, or, where the copies found no room, the program's own.
+        return value.detach().to("cpu", copy=True)
+    descriptor, size, offset = place
+    storage = segments.get(descriptor)
+    if storage is None:
+        share_fd: Any = torch.UntypedStorage
+        storage = segments[descriptor] = share_fd._new_shared_fd_cpu(os.dup(descriptor), size)
+    view = torch.empty(0, dtype=value.dtype)
+    return view.set_(storage, offset // value.itemsize, value.shape, value.stride())

@@ -1,0 +1,471 @@
+"""PinnedStager: copies a state for an asynchronous save without stopping the program."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+
+from pyckpt import _C
+from pyckpt.collector import collector_paused
+from pyckpt.dcp import guard
+from pyckpt.dcp.leaves import Leaves, is_plain_type
+from pyckpt.dcp.save_planner import KnownPlan
+from pyckpt.engine import Engine, default_engine
+from pyckpt.errors import EngineClosed, StagerBusy
+
+__all__ = [
+    "PinnedStager",
+    "StagedStateDict",
+    "Staging",
+    "default_stager",
+    "release_at_thread_end",
+]
+
+_logger = logging.getLogger("pyckpt")
+
+_SHAPES_MAX = 8  # of state dicts that a stager remembers
+
+
+class PinnedStager:
+    """An ``AsyncStager`` that copies with native threads and the GPU's copy engines, into memory
+    that is allocated and registered with CUDA once.
+
+    `DirectWriter` has one by default. Make one yourself to tell it your optimizers, or to use it
+    with another writer::
+
+        writer = pyckpt.DirectWriter(path, stager=pyckpt.PinnedStager(optimizers=[optimizer]))
+        dcp.async_save(state_dict, storage_writer=writer)
+
+        stager = pyckpt.PinnedStager(optimizers=[optimizer])
+        dcp.async_save(state_dict, storage_writer=other_writer, async_stager=stager)
+
+    What is saved is the state at the call. Parameters and state of the given optimizers may be
+    copied after the call returned, until the next step of any optimizer, which waits for the rest:
+    on a GPU its stream waits, on a CPU its thread. Everything else (buffers, counters, other
+    tensors, objects) is copied at the call: on a GPU the current stream waits for the copies, not
+    the thread; on a CPU the call does. Programs that change parameters by other means than
+    ``optimizer.step()``, a replayed CUDA graph included, call ``wait_staged`` first.
+
+    Args:
+        optimizers: those whose parameters and state nothing else changes in place.
+        when_busy: what a save does whose state would fit the engine's memory, were it not for
+            saves that are still under way: ``"wait"`` for them, ``"skip"`` this save (on all ranks;
+            nothing is written, and a warning logged), or ``"error"``: fail with ``StagerBusy``.
+            With writers other than `DirectWriter`, ``"wait"`` takes ordinary memory instead.
+        shared_memory: whether the copies lie in memory that other processes can map, for
+            ``async_checkpointer_type=PROCESS``: a few segments instead of a descriptor a tensor.
+        engine: the memory and threads to use; by default those that all share.
+
+    Raises:
+        ValueError: ``when_busy`` is none of the three.
+
+    May be used by any number of saves, from any threads.
+    """
+
+    def __init__(
+        self,
+        *,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+        when_busy: Literal["wait", "skip", "error"] = "wait",
+        shared_memory: bool = False,
+        engine: Engine | None = None,
+    ) -> None:
+        if when_busy not in ("wait", "skip", "error"):
+            raise ValueError(f"{when_busy = } must be 'wait', 'skip' or 'error'.")
+        self.optimizers = list(optimizers)
+        self.when_busy = when_busy
+        self.shared_memory = shared_memory
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._shapes: list[Shape] = []
+        self._in_flight: list[weakref.ref[Staging]] = []
+        self._finisher: ThreadPoolExecutor | None = None
+        self._failure: BaseException | None = None
+
+    # What DCP asks of an AsyncStager.
+
+    should_synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
+        """Copy a state dict. The future has the copy, of plain dicts and lists, once it is whole.
+
+        Raises:
+            StagerBusy: see ``when_busy``.
+            BaseException: what made an earlier save fail, once (see ``take_failure``).
+        """
+        self.raise_failure()
+        staging, copies = self.begin(state_dict, direct=False)
+        result: Future[dict[str, Any]] = Future()
+        handed_out = [copies]
+        del copies
+
+        def hand_out(staged: Future[None]) -> None:
+            copies = handed_out.pop()
+            error = staged.exception()
+            if error is None:
+                result.set_result(copies)
+            else:
+                result.set_exception(error)
+
+        staging.staged.add_done_callback(hand_out)
+        return result
+
+    def synchronize_staging(self) -> None:
+        """Wait until all copies are there."""
+        for staging in self._under_way():
+            staging.staged.result()
+
+    def close(self) -> None:
+        """Wait for copies under way. The memory stays with the engine, for others to use."""
+        with self._lock:
+            finisher, self._finisher = self._finisher, None
+        if finisher is not None:
+            finisher.shutdown(wait=True)
+
+    # For the program.
+
+    def prewarm(self, state_dict: dict[str, Any]) -> None:
+        """Take, and register with CUDA, the memory that saving such a state will need, so that the
+        first save does not. Copies nothing.
+
+        Raises:
+            OSError: the system has not that much memory.
+            CudaError: it could not be registered.
+        """
+        shape, leaves = self._shape_of(state_dict)
+        tensors = [leaf for leaf in shape.leaves.sources(leaves) if isinstance(leaf, torch.Tensor)]
+        plain = {
+            (tensor.data_ptr(), tensor.nbytes): tensor
+            for tensor in tensors
+            if is_plain_type(tensor) and tensor.layout is torch.strided
+        }
+        # What a tensor takes at most beyond its bytes.
+        needed = sum(tensor.nbytes + _REGION_GRAIN for tensor in plain.values())
+        pin = any(tensor.is_cuda for tensor in plain.values())
+        self.engine.native.reserve(needed, shared=self.shared_memory, pin=pin)
+
+    def wait_staged(self) -> None:
+        """Make what the program does next wait for all copies that need the state as it is: GPU
+        work on this thread's current streams, and the thread itself for state on the CPU. For
+        programs that change parameters without ``optimizer.step()``."""
+        for staging in self._under_way():
+            staging.guard()
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """``with stager.guard():`` parameters may be changed in here; `wait_staged`, as a block."""
+        self.wait_staged()
+        yield
+
+    def take_failure(self) -> BaseException | None:
+        """What made an earlier save on this rank fail, if the next one has not raised it yet; the
+        next one will not."""
+        with self._lock:
+            failure, self._failure = self._failure, None
+        return failure
+
+    @property
+    def engine(self) -> Engine:
+        """The memory and threads in use."""
+        return default_engine() if self._engine is None else self._engine
+
+    # For DirectWriter.
+
+    def begin(self, state_dict: dict[str, Any], *, direct: bool) -> tuple[Staging, dict[str, Any]]:
+        """Begin to copy; return the copies, too, as a state dict. ``direct``: the writer knows how
+        to read what found no room from where it is, and gives memory back when it is through."""
+        with collector_paused():
+            shape, leaves = self._shape_of(state_dict)
+            wanted = shape.wanted() if direct else None
+            skipped = direct and self._is_busy(shape, leaves)
+            if skipped:
+                wanted = bytes(len(leaves))
+            return self._begin(shape, leaves, wanted, direct=direct, skipped=skipped)
+
+    def keep_failure(self, error: BaseException) -> None:
+        """Have the next save raise an error."""
+        with self._lock:
+            self._failure = self._failure or error
+
+    def raise_failure(self) -> None:
+        """Raise what was kept, once."""
+        failure = self.take_failure()
+        if failure is not None:
+            raise failure
+
+    def _begin(
+        self,
+        shape: Shape,
+        leaves: list[Any],
+        wanted: bytes | None,
+        *,
+        direct: bool,
+        skipped: bool,
+    ) -> tuple[Staging, dict[str, Any]]:
+        sources = shape.leaves.sources(leaves)
+        native = _C.Staging(
+            self.engine.native,
+            sources,
+            guarded=self._guarded_storages(),
+            wanted=None if wanted is None else shape.leaves.sources_wanted(leaves, wanted),
+            shared=self.shared_memory,
+        )
+        try:
+            copies = native.take_tensors()
+            if not direct and native.statistics().bytes_streamed:
+                copies = self._copy_rest(sources, copies)
+            staged = shape.tree.build(shape.leaves.finish(leaves, copies))
+        except BaseException:
+            native.release()
+            raise
+        staging = Staging(self, native, shape, direct=direct, skipped=skipped)
+        with self._lock:
+            self._in_flight.append(weakref.ref(staging))
+        guard.add(staging)
+        self._run_later(staging.finish)
+        return staging, staged
+
+    def _copy_rest(self, sources: list[Any], copies: list[Any]) -> list[Any]:
+        """Copies in ordinary memory of tensors that found no room in the engine's."""
+        _logger.warning(
+            "the state to be staged is larger than max_pinned_bytes, and this writer takes copies "
+            "only: the rest is copied to ordinary memory"
+        )
+        return [
+            copy.detach().to("cpu", copy=True) if copy is not None and copy is source else copy
+            for source, copy in zip(sources, copies, strict=True)
+        ]
+
+    def _shape_of(self, state_dict: dict[str, Any]) -> tuple[Shape, list[Any]]:
+        for shape in self._shapes:
+            leaves = shape.tree.match(state_dict)
+            if leaves is not None:
+                return shape, leaves
+        tree = _C.StateTree(state_dict)
+        leaves = tree.match(state_dict)
+        assert leaves is not None
+        shape = Shape(tree, Leaves(leaves))
+        self._shapes = [shape, *self._shapes[: _SHAPES_MAX - 1]]
+        return shape, leaves
+
+    def _guarded_storages(self) -> _C.StorageSet | None:
+        if not self.optimizers:
+            return None
+        storages = _C.StorageSet()
+        for optimizer in self.optimizers:
+            storages.add([group["params"] for group in optimizer.param_groups])
+            # Some wrappers have no state of their own.
+            storages.add(getattr(optimizer, "state", {}))
+        return storages
+
+    def _is_busy(self, shape: Shape, leaves: list[Any]) -> bool:
+        """Wait, raise or tell to skip, where saves under way leave no room for this one."""
+        while True:
+            others = [staging for staging in self._under_way() if staging.direct]
+            if not others:
+                return False
+            native = self.engine.native
+            needed = shape.needed_bytes(leaves)
+            free = native.arena_max_bytes - native.arena_used_bytes
+            if needed <= free:
+                return False
+            if self.when_busy == "skip":
+                return True
+            if self.when_busy == "error":
+                raise StagerBusy(
+                    f"saves under way leave {free} bytes of max_pinned_bytes for copies; "
+                    f"{needed} are needed"
+                )
+            others[0].wait_released()
+
+    def _under_way(self) -> list[Staging]:
+        with self._lock:
+            return [staging for ref in self._in_flight if (staging := ref()) is not None]
+
+    def _run_later(self, task: Any) -> None:
+        with self._lock:
+            if self._finisher is None:
+                self._finisher = ThreadPoolExecutor(1, thread_name_prefix="pyckpt-staging")
+            try:
+                self._finisher.submit(task)
+                return
+            except RuntimeError:  # the interpreter is on its way out
+                pass
+        task()
+
+    def _forget(self, staging: Staging) -> None:
+        with self._lock:
+            self._in_flight = [ref for ref in self._in_flight if ref() not in (staging, None)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process has other optimizers, other memory, and nothing to stage.
+        return _stager_of, (self.when_busy, self.shared_memory, self._engine)
+
+
+def _stager_of(when_busy: Any, shared_memory: bool, engine: Engine | None) -> PinnedStager:
+    return PinnedStager(when_busy=when_busy, shared_memory=shared_memory, engine=engine)
+
+
+_REGION_GRAIN = 4096
+
+
+class Shape:
+    """What a stager remembers of state dicts of one shape."""
+
+    def __init__(self, tree: _C.StateTree, leaves: Leaves) -> None:
+        self.tree = tree
+        self.leaves = leaves
+        self.plan: KnownPlan | None = None
+        """What the ranks agreed on to write of it, once they did."""
+
+    def wanted(self) -> bytes | None:
+        """Which leaves this rank will write, a byte each; None for all."""
+        plan = self.plan
+        return plan.wanted() if plan is not None and plan.is_remembered() else None
+
+    def needed_bytes(self, leaves: list[Any]) -> int:
+        """Bytes of the copies, at most."""
+        return sum(
+            source.nbytes + _SMALL_GRAIN
+            for source in self.leaves.sources(leaves)
+            if isinstance(source, torch.Tensor)
+        )
+
+
+_SMALL_GRAIN = 64
+
+
+class Staging:
+    """The copies of one save. ``staged`` is done when they are whole, or failed."""
+
+    def __init__(
+        self,
+        stager: PinnedStager,
+        native: _C.Staging,
+        shape: Shape,
+        *,
+        direct: bool,
+        skipped: bool,
+    ) -> None:
+        self.stager = stager
+        self.shape = shape
+        self.direct = direct
+        self.skipped = skipped
+        self.staged: Future[None] = Future()
+        statistics = native.statistics()
+        self.bytes = statistics.bytes_staged
+        self.streams = direct and statistics.bytes_streamed > 0
+        """Whether the writer reads a part of the state from where it is."""
+        self.streams_volatile = direct and native.streamed_volatile_bytes > 0
+        """The same of what may change before the next step."""
+        self.save_thread: threading.Thread | None = None
+        self.on_release: Callable[[], object] = bool
+        """Called when the save is over, however it ended."""
+        self._native = native
+        self._released = threading.Event()
+
+    def finish(self) -> None:
+        """Wait for the copies; on the stager's thread."""
+        try:
+            self._native.wait()
+        except BaseException as error:
+            self._native.release_sources()
+            _logger.error("the state could not be copied, and will not be saved: %s", error)
+            if not isinstance(error, EngineClosed):
+                self.stager.keep_failure(error)
+            self._done()
+            self.staged.set_exception(error)
+        else:
+            self._native.release_sources()
+            self._done()
+            self.staged.set_result(None)
+
+    def _done(self) -> None:
+        if not self.streams:
+            guard.discard(self)
+        if not self.direct:
+            self.stager._forget(self)
+
+    def guard(self) -> None:
+        """Make what the calling thread does next wait for the copies. Errors are for ``staged``."""
+        try:
+            self._native.guard()
+        except Exception as error:
+            _logger.debug("a failed copy holds nothing back: %s", error)
+        if self.streams:
+            self.wait_released()
+
+    def wait_released(self) -> None:
+        """Wait until the save is through with the state, or has ended."""
+        while not self._released.is_set() and self.save_thread is not threading.current_thread():
+            thread = self.save_thread
+            # A save that fails before it writes tells nobody but its future: its thread ends.
+            if thread is not None and not thread.is_alive():
+                self.release()
+            self._released.wait(_THREAD_LOOK_SECONDS)
+
+    def release(self) -> None:
+        """Give the memory back, whoever still has the tensors. Idempotent."""
+        if self._released.is_set():
+            return
+        self._native.release()
+        guard.discard(self)
+        self.stager._forget(self)
+        self._released.set()
+        self.on_release()
+
+
+_THREAD_LOOK_SECONDS = 0.1
+
+_ends = threading.local()
+
+
+class _AtEnd:
+    """Releases a staging when it goes, as all that is local to a thread does at its end."""
+
+    def __init__(self, staging: Staging) -> None:
+        self.staging = staging
+
+    def __del__(self) -> None:
+        self.staging.release()
+
+
+def release_at_thread_end(staging: Staging) -> None:
+    """Have the memory given back when the calling thread, which saves it, ends: DCP has a thread
+    for each save, and does not tell a writer that one failed before or after it wrote."""
+    staging.save_thread = threading.current_thread()
+    if threading.current_thread() is not threading.main_thread():
+        _ends.save = _AtEnd(staging)
+
+
+class StagedStateDict(dict[str, Any]):
+    """A staged state dict on its way to DCP; to another process it goes once it is whole."""
+
+    def __init__(self, values: dict[str, Any], staging: Staging) -> None:
+        super().__init__(values)
+        self.staging = staging
+
+    def __reduce__(self) -> Any:
+        from pyckpt.dcp.shared import share
+
+        return share(self)
+
+
+_default_lock = threading.Lock()
+
+
+def default_stager(engine: Engine | None) -> PinnedStager:
+    """The stager of writers that were not given one; it knows no optimizers. One an engine."""
+    engine = default_engine() if engine is None else engine
+    with _default_lock:
+        stager: PinnedStager | None = engine.__dict__.get("_stager")
+        if stager is None:
+            stager = engine.__dict__["_stager"] = PinnedStager(engine=engine)
+        return stager
