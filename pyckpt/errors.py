@@ -111,6 +111,8 @@ class SaveError(PyckptError):
     def __init__(self, message: str, *, failures: dict[int, str] | None = None) -> None:
         super().__init__(message)
         self.failures = failures or {}
+
+
 class StagerBusy(PyckptError):
     """Saves under way leave no memory for another, which was not to wait for it."""
 

@@ -14,7 +14,7 @@ from pyckpt.train.statistics import CheckpointerStatistics, Stopwatch
 
 
 def overhead(interval: float, cost: float, mtbf: float) -> float:
-    """Expected time over useful time, with failures at random (Daly 2006, equation 20, no restart)."""
+    """Expected time over useful time, with failures at random (Daly 2006, equation 20)."""
     return mtbf * (math.exp((interval + cost) / mtbf) - 1) / interval
 
 

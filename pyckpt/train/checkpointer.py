@@ -245,6 +245,13 @@ class Checkpointer:
         with self._lock:
             self._stops = 1
 
+    def wait_staged(self) -> None:
+        """Make what the program does next wait until the state of the last save was copied. The
+        steps of optimizers do so by themselves; call this before parameters are changed by other
+        means, such as a CUDA graph that is replayed."""
+        if self._saver.handle is not None and self._saver.handle.writer is not None:
+            self._saver.handle.writer.wait_staged()
+
     @property
     def stop_requested(self) -> bool:
         """Whether training is asked to stop, and the state was saved for it. Changes in ``step``
@@ -486,6 +493,7 @@ class Checkpointer:
         self._closed = True
         try:
             self._saver.wait()
+            self._saver.close()
             self._pruner.shutdown()
         finally:
             self._signals.close()

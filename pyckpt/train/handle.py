@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from pyckpt.dcp.writer import DirectWriter
 from pyckpt.statistics import WriteStatistics
 
-__all__ = ["FailingWriter", "ReportingWriter", "SaveHandle", "SaveStatistics"]
+__all__ = ["ReportingWriter", "SaveHandle", "SaveStatistics"]
 
 
 @dataclass(frozen=True)
@@ -142,42 +143,48 @@ class SaveHandle:
 
 
 class ReportingWriter(DirectWriter):
-    """A DirectWriter that says when its data is on disk."""
+    """A DirectWriter that says when its data is on disk.
 
-    def __init__(self, path: Path, *, on_written: Callable[[], None], **options: Any) -> None:
+    Args:
+        path: directory of the checkpoint.
+        on_written: called when this rank's data is on disk.
+        failure: makes the save fail, on all ranks. Where a rank cannot even begin, the others have
+            begun, and wait for it in a collective.
+        options: as for DirectWriter.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        on_written: Callable[[], None],
+        failure: Exception | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(path, **options)
-        self.bytes_planned = 0
+        self._items: Sequence[WriteItem] = ()
         self._on_written = on_written
+        self._failure = failure
+
+    @cached_property
+    def bytes_planned(self) -> int:
+        """Bytes of the tensors that this rank writes. Adds them up when it is asked, since those
+        who do not ask should not wait for it."""
+        return sum(
+            item.tensor_data.properties.dtype.itemsize * item.tensor_data.chunk.sizes.numel()
+            for item in self._items
+            if item.tensor_data is not None
+        )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if self._failure is not None:
+            raise self._failure
+        return super().prepare_local_plan(plan)
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> torch.futures.Future[list[WriteResult]]:
-        self.bytes_planned = sum(
-            item.tensor_data.properties.dtype.itemsize * item.tensor_data.chunk.sizes.numel()
-            for item in plan.items
-            if item.tensor_data is not None
-        )
+        self._items = plan.items
         future = super().write_data(plan, planner)
-        future.add_done_callback(self._written)
-        return future
-
-    def _written(self, future: torch.futures.Future[list[WriteResult]]) -> None:
-        try:
-            future.value()
-        except Exception:
-            return  # DCP is told by the future
         self._on_written()
-
-
-class FailingWriter(ReportingWriter):
-    """Takes part in a save to make it fail.
-
-    Where a rank cannot even begin, the others have begun, and wait for it in a collective.
-    """
-
-    def __init__(self, path: Path, error: Exception, **options: Any) -> None:
-        super().__init__(path, **options)
-        self._error = error
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        raise self._error
+        return future

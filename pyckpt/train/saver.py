@@ -10,16 +10,16 @@ from concurrent.futures import wait as wait_for
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from pyckpt.dcp.failures import error_of
+from pyckpt.dcp.save_planner import SavePlanner
+from pyckpt.dcp.stager import PinnedStager
 from pyckpt.engine import Engine
 from pyckpt.errors import SaveError
 from pyckpt.train.app_state import AppState
 from pyckpt.train.catalog import NOTE_KEY, Catalog, note
-from pyckpt.train.handle import FailingWriter, ReportingWriter, SaveHandle
+from pyckpt.train.handle import ReportingWriter, SaveHandle
 from pyckpt.train.ranks import Ranks
 
 __all__ = ["Saver"]
@@ -58,7 +58,9 @@ class Saver:
         self._ranks = ranks
         self._engine = engine
         self._on_commit = on_commit
-        self._planner: SavePlanner = DefaultSavePlanner()
+        # Kept from save to save, for what they remember of the state.
+        self._planner = SavePlanner()
+        self._stager = PinnedStager(engine=engine)
         self._told = 0  # the last failure that was raised
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
@@ -83,6 +85,10 @@ class Saver:
         """Wait until no save is under way."""
         if self.handle is not None:
             wait_for([self.handle.committed])
+
+    def close(self) -> None:
+        """Let go of what staging takes. Call it when no save is under way."""
+        self._stager.close()
 
     def raise_failure(self, failed: int | None = None) -> None:
         """Raise why the save of a number, default the last that failed, did; once for each."""
@@ -109,17 +115,10 @@ class Saver:
         self.handle = handle
         # From here on the other ranks count on this one to take part, whatever happens.
         try:
-            tree = self._tree(step, state, metrics, final)
-            handle.writer = ReportingWriter(
-                path, engine=self._engine, on_written=lambda: self._written(handle)
-            )
-            upload = self._async_save(tree, handle)
+            upload = self._async_save(self._tree(step, state, metrics, final), handle)
         except Exception as error:
-            handle.writer = FailingWriter(
-                path, error, engine=self._engine, on_written=lambda: self._written(handle)
-            )
             try:
-                upload = self._async_save({}, handle)
+                upload = self._async_save({}, handle, failure=error)
             except Exception:
                 upload = Future()
                 upload.set_exception(error)
@@ -133,32 +132,43 @@ class Saver:
         """What is saved, on this rank."""
         if NOTE_KEY in state:
             raise ValueError(f"the name {NOTE_KEY!r} is taken, by what a checkpoint says of itself")
-        tree = AppState(state, process_group=self._ranks.work).state_dict()
+        objects = AppState(state, process_group=self._ranks.work)
+        tree = objects.state_dict()
+        # What these change in place, nothing else does: it is copied while training goes on.
+        if objects.optimizers != self._stager.optimizers:
+            self._stager.close()
+            self._stager = PinnedStager(optimizers=objects.optimizers, engine=self._engine)
         if self._ranks.rank == 0:
             numbers = {name: float(value) for name, value in metrics.items()}
             tree[NOTE_KEY] = note(step, final=final, metrics=numbers)
         return tree
 
-    def _async_save(self, tree: dict[str, Any], handle: SaveHandle) -> Future[Any]:
-        """Start to save; the one place that knows how states are staged."""
-        response: Any = async_save(
+    def _async_save(
+        self, tree: dict[str, Any], handle: SaveHandle, *, failure: Exception | None = None
+    ) -> Future[Any]:
+        """Start to save, or to fail; the one place that knows how states are staged."""
+        handle.writer = writer = ReportingWriter(
+            handle.path,
+            failure=failure,
+            on_written=lambda: self._written(handle),
+            stager=self._stager,
+            engine=self._engine,
+        )
+        upload: Any = async_save(
             tree,
-            storage_writer=handle.writer,
+            storage_writer=writer,
             planner=self._planner,
             process_group=self._ranks.work,
             no_dist=self._ranks.work is None,
         )
-        if isinstance(response, Future):
-            handle.reached("staged")
-            return response
 
         def staged(future: Future[None]) -> None:
-            if future.exception() is None:
+            if not future.cancelled() and future.exception() is None:
                 handle.reached("staged")
 
-        response.staging_completion.add_done_callback(staged)
-        upload: Future[Any] = response.upload_completion
-        return upload
+        writer.staged.add_done_callback(staged)
+        started: Future[Any] = upload
+        return started
 
     def _written(self, handle: SaveHandle) -> None:
         handle.reached("staged")
@@ -179,6 +189,7 @@ class Saver:
                 self._failure = failure
             self.ended = number
         if failure is not None:
+            self._stager.take_failure()  # which would make the next save fail: we tell of it here
             handle.fail(failure)
             return
         self._on_commit(handle)
