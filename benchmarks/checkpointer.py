@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from _common import (
     MIB,
     Options,
@@ -36,6 +35,7 @@ from _common import (
     timed,
 )
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
 
 import pyckpt
 
@@ -84,7 +84,7 @@ def measure_restore(report: Report, options: Options) -> None:
     def read() -> Sample:
         state = {"model": {k: v.detach() for k, v in target.state_dict().items()}}
         reader = pyckpt.DirectReader(directory / "step-00000001")
-        return timed(lambda: dcp.load(state, storage_reader=reader))
+        return timed(lambda: load(state, storage_reader=reader))
 
     samples = interleave(
         [Variant("Checkpointer.restore", restore, check), Variant("DirectReader", read, check)],
