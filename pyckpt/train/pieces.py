@@ -65,7 +65,7 @@ def read_pieces(
     buffers = [torch.empty(0, dtype=torch.uint8)] * _BUFFERS
     turn = crc32 = 0
     for batch in _batches(payloads):
-        job = (engine or default_engine()).native.read()
+        job = _C.ReadJob((engine or default_engine()).native)
         files: dict[Path, int] = {}
         if not buffers[turn].numel():
             buffers[turn] = torch.empty(PIECE_BYTES, dtype=torch.uint8)
