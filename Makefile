@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 TORCH_CUDA ?= torch==2.11.0
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
+SOURCES := $(wildcard csrc/*.cpp csrc/*.cu csrc/*.h)
 
 .PHONY: demo test check format format-check lint types native mutants cuda clean help
 
@@ -42,11 +42,11 @@ check: format-check lint types native test cuda
 format: $(BIN)/.built
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	clang-format -i csrc/*.cpp csrc/*.h tests/native/*.cpp tests/native/*.h
+	clang-format -i csrc/*.cpp csrc/*.cu csrc/*.h tests/native/*.cpp tests/native/*.h
 
 format-check: $(BIN)/.built
 	$(BIN)/ruff format --check .
-	clang-format --dry-run --Werror csrc/*.cpp csrc/*.h tests/native/*.cpp tests/native/*.h
+	clang-format --dry-run --Werror csrc/*.cpp csrc/*.cu csrc/*.h tests/native/*.cpp tests/native/*.h
 
 lint: $(BIN)/.built
 	$(BIN)/ruff check .
