@@ -93,7 +93,10 @@ class PyStaging {
       if (unwanted || tensor.numel() == 0) {
         const auto device = unwanted ? at::kMeta : at::kCPU;
         const auto like = tensor.options().device(device).pinned_memory(false);
-        tensors_[i] = at::empty_strided(tensor.sizes(), tensor.strides(), like);
+        // With the strides that its copy would have.
+        tensors_[i] = tensor.is_non_overlapping_and_dense()
+                          ? at::empty_strided(tensor.sizes(), tensor.strides(), like)
+                          : at::empty(tensor.sizes(), like);
         continue;
       }
       StageSource& source = sources[i];

@@ -208,7 +208,7 @@ class DirectWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         if self._staging is not None:
-            # The first call on the thread that saves.
+            # The first call on the thread that saves, but for `reset`, which not all saves make.
             release_at_thread_end(self._staging)
             # Planners see tensors before they are given to this writer, and may do with them what
             # they like; but those that we know leave them alone.
@@ -218,6 +218,8 @@ class DirectWriter(StorageWriter):
         return StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if self._staging is not None:
+            release_at_thread_end(self._staging)
         if checkpoint_id is not None:
             self._path = _directory(checkpoint_id)
 
