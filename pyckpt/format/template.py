@@ -6,10 +6,10 @@ pickle with places left for them, so that writing the metadata of thousands of i
 as copying it.
 
 Numbers are left room for by pickling, in the place of each, one so large that pickle spends eight
-bytes on it (opcode LONG1), drawn at random so that no other is like it; the bytes of the true number then go
-where those of the large one are found. Readers do not mind that small numbers take eight bytes. The
-pickle has protocol 3, which is not cut into frames, so that a path of another length may be put
-into it.
+bytes on it (opcode LONG1), drawn at random so that no other is like it; the bytes of the true
+number then go where those of the large one are found. Readers do not mind that small numbers take
+eight bytes. The pickle has protocol 3, which is not cut into frames, so that a path of another
+length may be put into it.
 """
 
 from __future__ import annotations
