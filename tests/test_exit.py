@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-# The save goes on only once the main thread is through.
+# The save goes on only once the main thread has come to its end.
 SCRIPT = """
 import sys, threading, warnings
 import torch, torch.distributed.checkpoint as dcp
@@ -21,9 +21,13 @@ path, at_exit, waits_for = sys.argv[1:]
 pyckpt.configure(at_exit=at_exit)
 
 
+ending = threading.Event()
+threading._register_atexit(ending.set)  # called before those that were registered before
+
+
 class Writer(pyckpt.DirectWriter):
     def prepare_local_plan(self, plan):
-        threading.main_thread().join()
+        ending.wait()
         while waits_for == "abandoned" and not abandoned():
             pass
         return super().prepare_local_plan(plan)
