@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
 
-.PHONY: demo test check format format-check lint types native cuda clean help
+.PHONY: demo test check format format-check lint types native cuda gpu clean help
 
 help:
 	@echo "make demo    train, kill, resume: what pyckpt is for"
@@ -15,6 +15,7 @@ help:
 	@echo "make check   format, lint, types, tests, native tests under sanitizers, the CUDA build"
 	@echo "make native  the native tests, plain and under the sanitizers"
 	@echo "make cuda    compile and link with CUDA, in an environment of its own"
+	@echo "make gpu     on a machine with a GPU: build, tests marked cuda, sanitizers, benchmark"
 	@echo "make format  format the code"
 
 # The environment. Torch first and alone, so that its version is ours to choose.
@@ -59,6 +60,10 @@ native:
 # Compiled and linked against a torch that has CUDA; running it takes a GPU.
 cuda:
 	PYTHON="$(PYTHON)" TORCH_CUDA="$(TORCH_CUDA)" bash scripts/build_cuda.sh
+
+# With the torch of $(PYTHON) itself, built in the tree: a GPU machine may have no network.
+gpu:
+	PYTHON="$(PYTHON)" bash scripts/gpu.sh
 
 clean:
 	rm -rf build dist *.egg-info pyckpt/_C*.so pyckpt/_build.py $(VENV) $(VENV)-cuda

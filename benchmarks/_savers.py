@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from _common import Sample, State, Variant, must_equal, remove, zeros_like
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -53,7 +54,7 @@ class Saver(ABC):
 
     name: str
 
-    def prewarm(self, state: Any) -> None:
+    def prewarm(self, state: Any) -> None:  # noqa: B027
         """Take the memory that saves of such a state will need, where there is such a call."""
 
     @abstractmethod
@@ -67,7 +68,7 @@ class Saver(ABC):
         """By stock's loader, unless the peer has a format of its own."""
         dcp_load(into, storage_reader=FileSystemReader(path), no_dist=True)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Give back memory and processes."""
 
 
@@ -139,8 +140,9 @@ class StockDefaultStager(Saver):
 
 
 class TorchCheckpointing(Saver):
-    """``CheckpointManager.save`` of the package torch_checkpointing, in a format of its own. Without
-    direct I/O, with which its 0.1.1 writes to no ext4; without a GPU, without what takes one."""
+    """``CheckpointManager.save`` of the package torch_checkpointing, which has a format of its own.
+    Without direct I/O, with which 0.1.1 cannot write to ext4; without a GPU, without what takes
+    one."""
 
     name = "torch_checkpointing"
 
@@ -257,8 +259,8 @@ class _Nothing(Saver):
 
 
 def run_with_save(loop: Loop, saver: Saver, state: Any, path: Path) -> Sample:
-    """Save once, and step until the checkpoint is there and a tenth longer, since what a save leaves
-    behind is taken away after it."""
+    """Save once, and step until the checkpoint is there and a tenth longer, since what a save
+    leaves behind goes after it."""
     loop.step_seconds = []
     loop.synchronize()
     start = time.perf_counter()
@@ -310,6 +312,7 @@ def loss_variant(
 
     def check() -> None:
         # The third save is the first for which everything is known and in place.
+        remove(path)
         measure_loss(loop, saver, state_of(), path)
         remove(path)
         state = state_of()
@@ -328,3 +331,14 @@ def loss_variant(
         check=check,
         clean=lambda: remove(path),
     )
+
+
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """Parameters and buffers, and the tensors of the optimizer's state, in place."""
+    state: State = {"model": {**dict(model.named_parameters()), **dict(model.named_buffers())}}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, entries in optimizer.state.items():
+        for key, tensor in entries.items():
+            if isinstance(tensor, torch.Tensor):
+                state.setdefault(key, {})[names[parameter]] = tensor
+    return state

@@ -4,21 +4,22 @@
 
 The training time lost by a save is the time of K steps with it, from the call of ``async_save`` on
 (so blocked time counts), less that of K steps without, right after it in the same process. K is how
-many steps the save lasts, and a tenth more. Savers take turns in an order that is rotated from round
-to round. Each has saved three times before it is measured, so that all are warm; what the third
-save wrote while the state went on changing is loaded and compared with the state at the call. Each
-is used as its documentation says: a program waits, before it changes the state, for the staging of
-DefaultStager, and holds torch_checkpointing's lock while it does.
+many steps the save lasts, and a tenth more. Savers take turns in an order that is rotated from
+round to round. Each has saved three times before it is measured, so that all are warm; what the
+third save wrote while the state went on changing is loaded and compared with the state at the call.
+Each is used as its documentation says: a program waits, before it changes the state, for the
+staging of DefaultStager, and holds torch_checkpointing's lock while it does.
 
-guarded   2 GiB of parameters and AdamW's state. A step is forward and backward of an MLP, which keep
-          all cores busy, and the optimizer's step. Ours is told of the optimizer (PinnedStager), so
-          that its copy goes on while the loop computes, until the step. Both planners are compared.
-small     5,000 tensors of 16 KiB, which nothing guards, beside a loop that is bound by the speed at
-          which Python launches: bursts of 20 small eager operators, on one thread. As a state dict
-          of one key ("model"), and, for information, of 5,000: DCP itself looks at each key of the
-          first level twice.
-large     64 tensors of 16 MiB beside the same loop: its rate while the save is written, blocked time
-          apart, over its rate without.
+guarded   2 GiB of parameters and AdamW's state. A step is forward and backward of an MLP, which
+          keep all cores busy, and the optimizer's step. Ours is told of the optimizer
+          (PinnedStager), so that its copy goes on while the loop computes, until the step.
+small     5,000 tensors of 16 KiB, beside a loop that is bound by the speed at which Python
+          launches: bursts of 20 small eager operators, on one thread. Ours copies them before the
+          call returns, unless it was told of an optimizer that has them ("guarded"). As a state
+          dict of one key ("model"), and, for information, of 5,000: DCP itself looks at each key of
+          the first level twice.
+large     64 tensors of 16 MiB beside the same loop: its rate while the save is written, blocked
+          time apart, over its rate without.
 budget    A save of 2 GiB by an engine of 256 MiB (max_pinned_bytes), in a new process: by how much
           the peak of the resident memory grows. The optimizer steps right after the call.
 
@@ -60,6 +61,7 @@ from _savers import (
     StockDefaultStager,
     TorchCheckpointing,
     loss_variant,
+    training_state,
 )
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -157,17 +159,10 @@ def training(size: int) -> tuple[torch.optim.Optimizer, Loop, Callable[[], State
         optimizer.zero_grad()
         model(x).square().mean().backward()
 
-    def state_of() -> State:
-        state: State = {"model": dict(model.named_parameters())}
-        names = {parameter: name for name, parameter in state["model"].items()}
-        for parameter, entries in optimizer.state.items():
-            for key, tensor in entries.items():
-                state.setdefault(key, {})[names[parameter]] = tensor
-        return state
-
     compute()
     optimizer.step()
-    return optimizer, Loop(compute, optimizer.step, steps_min=2), state_of
+    loop = Loop(compute, optimizer.step, steps_min=2)
+    return optimizer, loop, lambda: training_state(model, optimizer)
 
 
 def measure_guarded(report: Report, options: Options) -> None:
@@ -203,8 +198,13 @@ def measure_guarded(report: Report, options: Options) -> None:
     ratio_target(report, "guarded", "time lost", OURS, "seconds", at_most=1 / 10)
 
 
+def scaled(count: int, options: Options) -> int:
+    """As many as for a large state of 2 GiB, or fewer for a smaller one (``--quick``)."""
+    return max(1, min(count, count * options.size // (2048 * MIB)))
+
+
 @contextmanager
-def launch_bound(burst: int = 20) -> Iterator[Loop]:
+def launch_bound(options: Options, burst: int = 20) -> Iterator[Loop]:
     """A loop whose step is some operators too small to be work."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -215,8 +215,8 @@ def launch_bound(burst: int = 20) -> Iterator[Loop]:
             x.add(1)
 
     try:
-        # A second of it, more or less, so that idle rates mean something.
-        yield Loop(compute, steps_min=5_000)
+        # A quarter of a second of it, more or less, so that idle rates mean something.
+        yield Loop(compute, steps_min=scaled(5_000, options))
     finally:
         torch.set_num_threads(threads)
 
@@ -232,11 +232,11 @@ def measure_small(report: Report, options: Options) -> None:
     generator = torch.Generator().manual_seed(4)
     tensors = {
         f"weight.{i:04d}": torch.rand(SMALL_TENSOR_BYTES // 4, generator=generator)
-        for i in range(SMALL_TENSORS)
+        for i in range(scaled(SMALL_TENSORS, options))
     }
     state = {"model": tensors}
     optimizer = torch.optim.SGD(list(tensors.values()), lr=0.1)
-    with pyckpt.Engine(max_pinned_bytes=1024 * MIB) as engine, launch_bound() as loop:
+    with pyckpt.Engine(max_pinned_bytes=1024 * MIB) as engine, launch_bound(options) as loop:
         ours = [
             Ours(engine=engine, name=OURS),
             Ours(engine=engine, name=OURS_GUARDED, optimizers=[optimizer]),
@@ -247,7 +247,7 @@ def measure_small(report: Report, options: Options) -> None:
                 report,
                 options,
                 "small",
-                f"{SMALL_TENSORS:,} tensors of 16 KiB, launch-bound loop",
+                f"{len(tensors):,} tensors of 16 KiB, launch-bound loop",
                 savers,
                 loop,
                 lambda: state,
@@ -274,7 +274,7 @@ def _measure_flat(
         min(3, options.rounds),
         before=os.sync,
         console=report.console,
-        title="the same as a state dict of 5,000 keys (for information)",
+        title=f"the same as a state dict of {len(tensors):,} keys (for information)",
         quiet=True,
     )
     report.add("small, flat dict", samples)
@@ -303,13 +303,13 @@ class _Flat(Saver):
 
 
 def measure_large(report: Report, options: Options) -> None:
-    count = max(1, min(64, options.size // 2 // (16 * MIB)))
+    count = scaled(64, options)
     generator = torch.Generator().manual_seed(5)
     state = {
         "model": {f"weight.{i}": torch.rand(4 << 20, generator=generator) for i in range(count)}
     }
     budget = nbytes(state) + 256 * MIB
-    with pyckpt.Engine(max_pinned_bytes=budget) as engine, launch_bound() as loop:
+    with pyckpt.Engine(max_pinned_bytes=budget) as engine, launch_bound(options) as loop:
         ours: list[Saver] = [Ours(engine=engine, name=OURS)]
         with warm_savers(report, options, ours, state) as savers:
             add_losses(
