@@ -167,7 +167,8 @@ class Setting:
 
 @contextmanager
 def _side_stream() -> Iterator[None]:
-    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    current = torch.cuda.current_stream()
     stream.wait_stream(current)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         yield

@@ -234,7 +234,7 @@ def accumulated(setting: Setting) -> Case:
     def step(stager: pyckpt.PinnedStager) -> None:
         optimizer.zero_grad()
         for _ in range(4):
-            (_loss(model, x) / 4).backward()
+            (_loss(model, x) / 4).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
     return Case(model, [optimizer], step)

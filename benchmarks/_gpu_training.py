@@ -14,7 +14,6 @@ from _common import MIB, Sample, nbytes, remove, zeros_like
 from _gpu_common import OURS, Setting, Training, gpt_training, must_equal_on_device, on_device
 from _savers import Ours, Pending, Saver, Stock, training_state
 from torch import nn
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import pyckpt
@@ -33,7 +32,7 @@ class StepClock:
 
     def tick(self) -> None:
         if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
             self._ends.append(event)
         else:
@@ -202,7 +201,6 @@ def _check_training_bytes(setting: Setting, training: Training, saver: Saver) ->
 def _measure_gaps(setting: Setting, training: Training, saver: Saver) -> None:
     """The share of time in which no kernel of the program runs, from a trace: without a save, and
     from the call of one on."""
-    kind = DeviceType.CUDA if setting.cuda else DeviceType.CPU
     activity = ProfilerActivity.CUDA if setting.cuda else ProfilerActivity.CPU
 
     def idle_share(first: Callable[[], Pending | None]) -> float:
@@ -218,17 +216,18 @@ def _measure_gaps(setting: Setting, training: Training, saver: Saver) -> None:
         spans = sorted(
             (event.time_range.start, event.time_range.end)
             for event in trace.events() or []
-            if event.device_type == kind and not _is_copy(event.name)
+            if event.device_type.name == setting.device.type.upper() and not _is_copy(event.name)
         )
         if not spans:
             return float("nan")
-        busy, (begin, end) = 0.0, spans[0]
+        begin, end = spans[0]
+        first_begin, busy = begin, 0.0
         for start, stop in spans:
             if start > end:
                 busy, begin = busy + end - begin, start
             end = max(end, stop)
         busy += end - begin
-        return 1 - busy / (max(stop for _, stop in spans) - spans[0][0])
+        return float(1 - busy / (end - first_begin))
 
     idle_share(lambda: None)  # the profiler's first use takes its time
     state = training_state(training.model, training.optimizer)
@@ -334,7 +333,7 @@ def measure_resume(setting: Setting) -> None:
 
 
 def _steps_resumed(
-    setting: Setting, cls: type[torch.optim.Optimizer], variant: str, steps: int = 20
+    setting: Setting, cls: Callable[..., torch.optim.Optimizer], variant: str, steps: int = 20
 ) -> Sample:
     def make() -> torch.optim.Optimizer:
         parameters = [

@@ -336,7 +336,9 @@ def loss_variant(
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Parameters and buffers, and the tensors of the optimizer's state, in place."""
     state: State = {"model": {**dict(model.named_parameters()), **dict(model.named_buffers())}}
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {
+        parameter: name for name, parameter in model.named_parameters()
+    }
     for parameter, entries in optimizer.state.items():
         for key, tensor in entries.items():
             if isinstance(tensor, torch.Tensor):

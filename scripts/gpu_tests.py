@@ -18,10 +18,14 @@ class Count:
     def __init__(self) -> None:
         self.ran = 0
         self.skipped: list[str] = []
+        self._root = Path()
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        self._root = config.rootpath  # which nodes' names are relative to
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         # A module that is skipped as a whole never tells its marks.
-        path = Path(report.nodeid)
+        path = self._root / report.nodeid
         if report.skipped and path.suffix == ".py" and "mark.cuda" in path.read_text():
             self.skipped.append(report.nodeid)
 
