@@ -93,7 +93,10 @@ class PyStaging {
       if (unwanted || tensor.numel() == 0) {
         const auto device = unwanted ? at::kMeta : at::kCPU;
         const auto like = tensor.options().device(device).pinned_memory(false);
-        tensors_[i] = at::empty_strided(tensor.sizes(), tensor.strides(), like);
+        // With the strides that its copy would have.
+        tensors_[i] = tensor.is_non_overlapping_and_dense()
+                          ? at::empty_strided(tensor.sizes(), tensor.strides(), like)
+                          : at::empty(tensor.sizes(), like);
         continue;
       }
       StageSource& source = sources[i];
@@ -189,8 +192,8 @@ class PyStaging {
   static at::Tensor make_contiguous(const at::Tensor& tensor, [[maybe_unused]] Device& device) {
 #ifdef PYCKPT_CUDA
     const auto index = static_cast<c10::DeviceIndex>(tensor.get_device());
-    const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(
-        static_cast<cudaStream_t>(device.to_host()), index));
+    const c10::cuda::CUDAStreamGuard guard(
+        c10::cuda::getStreamFromExternal(static_cast<cudaStream_t>(device.to_host()), index));
 #endif
     return tensor.detach().contiguous();
   }

@@ -71,7 +71,8 @@ class StateTree {
   void describe(PyObject* object) {
     const size_t at = nodes_.size();
     nodes_.emplace_back();
-    nodes_[at].type = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(Py_TYPE(object)));
+    nodes_[at].type =
+        py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(Py_TYPE(object)));
     if (PyDict_Check(object)) {
       nodes_[at].kind = Kind::kDict;
       nodes_[at].children = static_cast<size_t>(PyDict_Size(object));
@@ -90,7 +91,8 @@ class StateTree {
     } else {
       ++leaves_;
       nodes_[at].kind = THPVariable_Check(object) ? Kind::kTensor : Kind::kObject;
-      if (nodes_[at].kind == Kind::kTensor) describe_tensor(THPVariable_Unpack(object), &nodes_[at]);
+      if (nodes_[at].kind == Kind::kTensor)
+        describe_tensor(THPVariable_Unpack(object), &nodes_[at]);
     }
   }
 

@@ -27,8 +27,8 @@ struct EngineOptions {
 };
 
 // A ring of slots, an arena, and the threads that move bytes through them. Jobs of one engine share
-// them, and take turns. Must outlive its jobs. Safe to call from any thread, but useless in a forked child,
-// which has none of the threads.
+// them, and take turns. Must outlive its jobs. Safe to call from any thread, but useless in a
+// forked child, which has none of the threads.
 class Engine {
  public:
   explicit Engine(const EngineOptions& options);  // throws std::invalid_argument
@@ -46,8 +46,9 @@ class Engine {
 
   Arena& arena() { return *arena_; }
 
-  // The CUDA device of that index; the ring is registered with CUDA before its first copy. Throws
-  // CudaError in a build without CUDA.
+  // The CUDA device of that index; the ring is registered with CUDA before its first copy. Whether
+  // there is one shows at its first use. Throws std::invalid_argument; CudaError in a build without
+  // CUDA.
   std::shared_ptr<Device> cuda_device(int index);
 
   // Fails the jobs that run, with EngineClosed, and joins the threads. Idempotent.

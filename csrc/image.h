@@ -33,7 +33,7 @@ struct Source {
   uint64_t size = 0;
   std::shared_ptr<const Strided> strided;  // null: the bytes lie one after another
   std::shared_ptr<Device> device;          // null: host memory
-  std::shared_ptr<Staged> staged;          // null: the bytes are there; else they may be on their way
+  std::shared_ptr<Staged> staged;  // null: the bytes are there; else they may be on their way
 };
 
 struct Item {

@@ -6,6 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "nvtx.h"
+
 namespace pyckpt {
 
 IoThreads::IoThreads(size_t count) : count_(count) {
@@ -18,9 +20,12 @@ IoThreads::IoThreads(size_t count) : count_(count) {
   pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
     for (size_t i = 0; i < count; ++i) {
-      threads_.emplace_back([this] { run(); });
-      pthread_setname_np(threads_.back().native_handle(),
-                         ("pyckpt-io-" + std::to_string(i)).c_str());
+      const std::string name = "pyckpt-io-" + std::to_string(i);
+      threads_.emplace_back([this, name] {
+        name_nvtx_thread(name.c_str());
+        run();
+      });
+      pthread_setname_np(threads_.back().native_handle(), name.c_str());
     }
   } catch (...) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);

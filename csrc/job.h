@@ -10,6 +10,8 @@
 #include <exception>
 #include <mutex>
 
+#include "nvtx.h"
+
 namespace pyckpt {
 
 using Clock = std::chrono::steady_clock;
@@ -49,15 +51,19 @@ class Job {
   std::atomic<int64_t> total_ns_{-1};  // -1 while it runs
 };
 
-// Seconds that several threads spent on one thing, added up.
+// Seconds that several threads spent on one thing, added up. Each lap is an NVTX range of that
+// name.
 class Stopwatch {
  public:
+  explicit Stopwatch(const char* name) : name_(name) {}
+
   double seconds() const { return static_cast<double>(nanoseconds_.load()) * 1e-9; }
 
   // Measures while it lives.
   class Lap {
    public:
-    explicit Lap(Stopwatch* watch) : watch_(watch), start_(Clock::now()) {}
+    Lap(Stopwatch* watch, uint64_t bytes)
+        : range_(watch->name_, bytes), watch_(watch), start_(Clock::now()) {}
     Lap(const Lap&) = delete;
     Lap& operator=(const Lap&) = delete;
     ~Lap() {
@@ -66,11 +72,13 @@ class Stopwatch {
     }
 
    private:
+    const NvtxRange range_;
     Stopwatch* const watch_;
     const Clock::time_point start_;
   };
 
  private:
+  const char* const name_;
   std::atomic<int64_t> nanoseconds_{0};
 };
 

@@ -231,13 +231,13 @@ void ReadJob::read_window(const Window& window) {
     deliver(piece, slot.data() + (piece.range->offset + piece.begin - window.offset), &batch);
   }
   if (batch.empty()) return;
-  Stopwatch::Lap lap(&copying_);
+  Stopwatch::Lap lap(&copying_, needed);
   batch.copy_from_host();
 }
 
 // Reads a window; fewer bytes than `needed` are an error.
 void ReadJob::read_exactly(const Window& window, std::byte* to, uint64_t needed) {
-  Stopwatch::Lap lap(&reading_);
+  Stopwatch::Lap lap(&reading_, window.size);
   File& file = files_[window.file];
   const uint64_t size = file.direct() ? window.size : needed;
   const uint64_t got = file.read(to, size, window.offset);
@@ -261,7 +261,7 @@ void ReadJob::deliver(const Piece& piece, const std::byte* from, TransferBatch* 
     for (uint64_t done = 0; done < size;) {
       const uint64_t step = std::min(kCacheBlock, size - done);
       checksum(from + done, step, &crc);
-      Stopwatch::Lap lap(&copying_);
+      Stopwatch::Lap lap(&copying_, step);
       if (destination.strided) {
         destination.strided->scatter(from + done, destination.data, piece.begin + done, step);
       } else {
@@ -275,7 +275,7 @@ void ReadJob::deliver(const Piece& piece, const std::byte* from, TransferBatch* 
 
 void ReadJob::checksum(const std::byte* from, uint64_t size, uint32_t* crc) {
   if (!checksum_) return;
-  Stopwatch::Lap lap(&checksumming_);
+  Stopwatch::Lap lap(&checksumming_, size);
   *crc = crc32(*crc, from, size);
 }
 

@@ -121,9 +121,9 @@ class ReadJob : public Job, public std::enable_shared_from_this<ReadJob> {
   std::atomic<uint64_t> bytes_needed_{0};
   std::atomic<uint64_t> bytes_read_{0};
   std::atomic<uint64_t> slot_waits_{0};
-  Stopwatch copying_;
-  Stopwatch checksumming_;
-  Stopwatch reading_;
+  Stopwatch copying_{"copy"};
+  Stopwatch checksumming_{"checksum"};
+  Stopwatch reading_{"read"};
 };
 
 }  // namespace pyckpt

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "crc32.h"
+#include "nvtx.h"
 #include "stream_copy.h"
 
 namespace pyckpt {
@@ -121,7 +122,7 @@ void StageJob::place_small(Arena* arena, std::vector<size_t> indices,
   if (total > 0) {
     region = arena->allocate(total, options_.kind, options_.pin);
     if (!region) {
-      bytes_streamed_ += total;
+      for (const size_t i : indices) bytes_streamed_ += sources[i].size;
       return;
     }
   }
@@ -241,6 +242,7 @@ bool StageJob::do_unit(size_t limit) {
     if (index >= limit) return false;
   } while (!next_unit_.compare_exchange_weak(index, index + 1, std::memory_order_relaxed));
   const Unit& unit = units_[index];
+  const NvtxRange range("stage", unit.size);
   if (unit.copies == 1) {
     copy_piece(copies_[unit.copy], unit.begin, unit.size);
   } else {
@@ -359,7 +361,7 @@ void StageJob::quiesce() noexcept {
   {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return units_left_ == 0 && queued_; });
-    last = std::exchange(last_, {});
+    last = last_;  // which stay: others may wait for them at the same time
   }
   for (const Last& of_device : last) {
     try {
@@ -377,8 +379,6 @@ void StageJob::release_regions() noexcept {
   }
 }
 
-StageStatistics StageJob::statistics() const {
-  return {bytes_staged_, bytes_streamed_, seconds()};
-}
+StageStatistics StageJob::statistics() const { return {bytes_staged_, bytes_streamed_, seconds()}; }
 
 }  // namespace pyckpt

@@ -109,7 +109,7 @@ void WriteJob::finish() {
 }
 
 void WriteJob::close_file() {
-  Stopwatch::Lap lap(&syncing_);
+  Stopwatch::Lap lap(&syncing_, image_.size());
   if (options_.sync) file_.sync();
   file_.close();
   if (!options_.sync) return;
@@ -213,7 +213,7 @@ bool WriteJob::write_window(const Claim& claim) {
     if (piece.item->source.staged) piece.item->source.staged->wait();
     checksum_in_place(piece);
     {
-      Stopwatch::Lap lap(&writing_);
+      Stopwatch::Lap lap(&writing_, window.size);
       file_.write(piece.item->source.data + piece.begin, window.size, window.offset);
     }
     piece.item->pieces_held.fetch_sub(1, std::memory_order_release);
@@ -226,7 +226,7 @@ bool WriteJob::write_window(const Claim& claim) {
     size = std::min<uint64_t>((size + alignment - 1) / alignment * alignment, ring_->slot_bytes());
     std::memset(claim.slot.data() + window.size, 0, size - window.size);
   }
-  Stopwatch::Lap lap(&writing_);
+  Stopwatch::Lap lap(&writing_, size);
   file_.write(claim.slot.data(), size, window.offset);
   return true;
 }
@@ -268,7 +268,7 @@ void WriteJob::fetch_from_devices(const Window& window, std::byte* slot) {
     batch.add(source.device.get(), {slot + piece.at, source.data + piece.begin, piece.size});
   }
   if (batch.empty()) return;
-  Stopwatch::Lap lap(&copying_);
+  Stopwatch::Lap lap(&copying_, window.size);
   batch.copy_to_host();
 }
 
@@ -280,7 +280,7 @@ void WriteJob::fill_payload(const Piece& piece, std::byte* to) {
   for (uint64_t done = 0; done < piece.size;) {
     const uint64_t step = std::min(kCacheBlock, piece.size - done);
     if (!source.device) {
-      Stopwatch::Lap lap(&copying_);
+      Stopwatch::Lap lap(&copying_, step);
       if (source.strided) {
         source.strided->gather(to + done, source.data, piece.begin + done, step);
       } else {
@@ -288,7 +288,7 @@ void WriteJob::fill_payload(const Piece& piece, std::byte* to) {
       }
     }
     if (!checksummed) {
-      Stopwatch::Lap lap(&checksumming_);
+      Stopwatch::Lap lap(&checksumming_, step);
       crc = crc32(crc, to + done, step);
     }
     done += step;
@@ -301,7 +301,7 @@ void WriteJob::checksum_in_place(const Piece& piece) {
   const Source& source = piece.item->source;
   uint32_t crc = 0;
   if (!source.staged || !source.staged->checksummed) {
-    Stopwatch::Lap lap(&checksumming_);
+    Stopwatch::Lap lap(&checksumming_, piece.size);
     crc = crc32(0, source.data + piece.begin, piece.size);
   }
   count_off(piece, crc);

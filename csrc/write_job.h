@@ -121,10 +121,10 @@ class WriteJob : public Job, public std::enable_shared_from_this<WriteJob> {
   std::atomic<uint64_t> items_added_{0};
   std::atomic<uint64_t> bytes_added_{0};
   std::atomic<uint64_t> bytes_written_{0};
-  Stopwatch copying_;
-  Stopwatch checksumming_;
-  Stopwatch writing_;
-  Stopwatch syncing_;
+  Stopwatch copying_{"copy"};
+  Stopwatch checksumming_{"checksum"};
+  Stopwatch writing_{"write"};
+  Stopwatch syncing_{"sync"};
   std::atomic<uint64_t> slot_waits_{0};
 };
 

@@ -18,17 +18,27 @@ from pyckpt.dcp.stager import PinnedStager  # noqa: E402
 from pyckpt.dcp.writer import DirectWriter  # noqa: E402
 from pyckpt.engine import Engine, configure  # noqa: E402
 from pyckpt.statistics import ReadStatistics, WriteStatistics  # noqa: E402
+from pyckpt.train.checkpointer import Checkpointer  # noqa: E402
+from pyckpt.train.handle import SaveHandle  # noqa: E402
+from pyckpt.train.metrics import MetricState  # noqa: E402
+from pyckpt.train.per_rank import PerRank  # noqa: E402
+from pyckpt.train.rng import RngState  # noqa: E402
 
 __all__ = [
+    "Checkpointer",
     "Conversion",
     "DirectReader",
     "DirectWriter",
     "Engine",
     "LoadPlanner",
     "LoadReport",
+    "MetricState",
+    "PerRank",
     "PinnedStager",
     "ReadStatistics",
     "Replacement",
+    "RngState",
+    "SaveHandle",
     "SavePlanner",
     "WriteStatistics",
     "configure",

@@ -7,13 +7,15 @@ import os
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from pyckpt import _C
+from pyckpt.errors import EngineClosed
 
-__all__ = ["Engine", "configure", "default_engine"]
+__all__ = ["Engine", "abandoned", "configure", "default_engine"]
 
 _SLOT_GRAIN = 4096
 
@@ -124,6 +126,8 @@ def default_engine() -> Engine:
     """The engine of everyone who was not given one; made on first use, closed at exit."""
     global _default
     with _lock:
+        if _abandoned:
+            raise EngineClosed("the program has ended, and was not to wait for its saves")
         if _default is None or _default.closed:
             _default = Engine()
         return _default
@@ -134,27 +138,55 @@ def configure(
     max_pinned_bytes: int | None = None,
     slot_bytes: int | None = None,
     io_threads: int | None = None,
+    at_exit: Literal["finish", "abandon"] = "finish",
 ) -> Engine:
     """Replace the default engine by one of these settings (see ``Engine``) and return it.
 
     What is left out keeps its default. The engine that was the default before is closed, so call
     this before the first save; a save that is under way would fail.
 
+    Args:
+        at_exit: what becomes of asynchronous saves under way when the program ends. Python waits
+            for the threads that make them, so that they are finished; or, with ``"abandon"``, they
+            are given up, each with an error in the log, and the checkpoint before them stays.
+
     Raises:
         ValueError: an argument is out of range.
     """
+    if at_exit not in ("finish", "abandon"):
+        raise ValueError(f"{at_exit = } must be 'finish' or 'abandon'.")
     settings = {
         "max_pinned_bytes": max_pinned_bytes,
         "slot_bytes": slot_bytes,
         "io_threads": io_threads,
     }
     engine = Engine(**{name: value for name, value in settings.items() if value is not None})
-    global _default
+    global _default, _at_exit
     with _lock:
         before, _default = _default, engine
+        _at_exit = at_exit
     if before is not None:
         before.close()
     return engine
+
+
+_at_exit: Literal["finish", "abandon"] = "finish"
+
+
+_abandoned = False  # no more engines: the interpreter is on its way out
+
+
+def abandoned() -> bool:
+    """Whether saves fail because the program has ended and asked for no more."""
+    return _abandoned
+
+
+def _abandon() -> None:
+    global _abandoned
+    if _at_exit == "abandon":
+        _abandoned = True
+        if _default is not None:
+            _default.close()
 
 
 def _close_default() -> None:
@@ -172,4 +204,9 @@ def _forget_default() -> None:
 
 # At exit the threads must be gone before the CUDA runtime and the interpreter are.
 atexit.register(_close_default)
+# Before that Python waits for the threads of executors, DCP's among them; what is to be abandoned
+# must be so before. Its hook is private, and called in the reverse order of registration.
+if register := getattr(threading, "_register_atexit", None):
+    import_module("concurrent.futures.thread")  # registers its own
+    register(_abandon)
 os.register_at_fork(after_in_child=_forget_default)

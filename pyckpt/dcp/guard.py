@@ -8,6 +8,7 @@ were given (ZeroRedundancyOptimizer, Accelerate), and a step that waits in vain 
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from typing import Any, Protocol
@@ -41,12 +42,20 @@ def add(copies: Guarded) -> None:
 
 def discard(copies: Guarded) -> None:
     """Let steps go. Does nothing for copies that are not held."""
-    global _guarded, _handle
+    global _guarded
     with _lock:
+        # The hook stays: torch may be on its way through the hooks of a step, in another thread,
+        # and then none may be removed.
         _guarded = tuple(ref for ref in _guarded if ref() not in (copies, None))
-        if not _guarded and _handle is not None:
-            _handle.remove()
-            _handle = None
+
+
+def _forget() -> None:
+    # The threads that copy are the parent's, and so is the state.
+    global _guarded, _lock
+    _guarded, _lock = (), threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _before_step(optimizer: object, args: object, kwargs: object) -> None:

@@ -31,6 +31,7 @@ from pyckpt.collector import collector_paused
 from pyckpt.dcp.leaves import is_plain_type, local_tensor
 from pyckpt.errors import PyckptError
 from pyckpt.format.metadata import read
+from pyckpt.timeline import named
 
 __all__ = ["RESULTS", "KnownPlan", "PlannedMetadata", "SavePlanner"]
 
@@ -42,21 +43,25 @@ class _Known(NamedTuple):
     """Sent in the place of a plan: the plan of that name, which both sides have."""
 
     name: str
+    rank: int
+    """Which of the plan's ranks this one is."""
     settled: bool = False
     """From the coordinator: it knows what a save of this plan has written, too."""
 
 
 class _New(NamedTuple):
-    """Sent with a final plan: the name that it goes by from now on."""
+    """Sent with a final plan: the name that it goes by from now on, and whose part it is."""
 
     name: str
+    rank: int
 
 
 class KnownPlan:
     """What a rank remembers of a plan."""
 
-    def __init__(self, planner: SavePlanner, name: str, final: SavePlan) -> None:
-        self.name = name
+    def __init__(self, planner: SavePlanner, final: SavePlan) -> None:
+        self.name: str = final.planner_data.name
+        self.rank: int = final.planner_data.rank
         self.final = final
         self.tree = planner.tree
         self.is_coordinator = planner.is_coordinator
@@ -142,10 +147,16 @@ class PlannedMetadata(Metadata):
             return read(self.committed).storage_data
         return super().__getattribute__(name)
 
-    def __reduce__(self) -> Any:
-        if self.committed is None:
-            return Metadata, tuple(getattr(self, f.name) for f in dataclasses.fields(Metadata))
-        return CommittedMetadata, (self.committed,)
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # Other writers pickle it as their ``.metadata``, which is to be as if it were stock's; and
+        # pickle looks whether what is rebuilt is of the class that it says.
+        return Metadata
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.committed is not None:
+            return CommittedMetadata, (self.committed,)
+        return Metadata(*(getattr(self, name) for name in _METADATA_FIELDS)).__reduce_ex__(protocol)
 
 
 class CommittedMetadata(Metadata):
@@ -165,20 +176,21 @@ class CommittedMetadata(Metadata):
         return CommittedMetadata, (self.path,)
 
 
-_METADATA_FIELDS = frozenset(field.name for field in dataclasses.fields(Metadata))
+_METADATA_FIELDS = tuple(field.name for field in dataclasses.fields(Metadata))
 
 
 def _placement_of(leaf: Any) -> Any:
     """What the plan of a DTensor depends on."""
     local = local_tensor(leaf)
-    return leaf._spec, local.dtype, local.shape, local.stride()
+    return leaf._spec, leaf.requires_grad, local.dtype, local.shape, local.stride()
 
 
 def _placed_as(leaf: DTensor, placement: Any) -> bool:
-    spec, dtype, shape, stride = placement
+    spec, requires_grad, dtype, shape, stride = placement
     local = leaf._local_tensor
     return bool(
         (leaf._spec is spec or leaf._spec == spec)
+        and leaf.requires_grad == requires_grad
         and local.dtype == dtype
         and local.shape == shape
         and local.stride() == stride
@@ -220,6 +232,12 @@ class SavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
+        with named("plan"):
+            self._set_up(state_dict, storage_meta, is_coordinator)
+
+    def _set_up(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None, is_coordinator: bool
+    ) -> None:
         self.known = None
         with _lock:
             candidates = list(reversed(_known.values()))
@@ -254,49 +272,65 @@ class SavePlanner(DefaultSavePlanner):
         )
 
     def create_local_plan(self) -> SavePlan:
-        if self.known is not None:
-            return SavePlan([], planner_data=_Known(self.known.name))
-        return super().create_local_plan()
+        known = self.known
+        if known is not None:
+            # Until it has proved to be the coordinator's, too: see `finish_plan`.
+            with _lock:
+                _known.pop(known.name, None)
+            return SavePlan([], planner_data=_Known(known.name, known.rank))
+        with named("plan"):
+            return super().create_local_plan()
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        names = [_name_in(plan) for plan in all_plans]
+        known = [
+            plan.planner_data if isinstance(plan.planner_data, _Known) else None
+            for plan in all_plans
+        ]
         with _lock:
-            before = [_global.get(name) if name else None for name in names]
-        for rank, (name, plan) in enumerate(zip(names, before, strict=True)):
-            if name and (plan is None or len(plan.local) != len(all_plans)):
+            before = [_global.get(of_rank.name) if of_rank else None for of_rank in known]
+        for rank, (of_rank, plan) in enumerate(zip(known, before, strict=True)):
+            if of_rank is not None and plan is None:
                 raise PyckptError(
-                    f"rank {rank} goes by the plan {name}, which the coordinator does not have: "
-                    "saves of other process groups, or too many different state dicts, came "
+                    f"rank {rank} goes by the plan {of_rank.name}, which the coordinator does not "
+                    "have: saves of other process groups, or too many different state dicts, came "
                     "between; the next save plans anew"
                 )
-        first = names[0]
-        if first is not None and names.count(first) == len(names):
-            plan = before[0]
-            assert plan is not None
-            _keep(_global, first, plan, _GLOBAL_PLANS_MAX)
-            answer = _Known(first, settled=RESULTS in plan.notes)
+        first, plan = known[0], before[0]
+        if (
+            first is not None
+            and plan is not None
+            and len(known) == len(plan.local)
+            and known == [_Known(first.name, rank) for rank in range(len(known))]
+        ):
+            _keep(_global, first.name, plan, _GLOBAL_PLANS_MAX)
+            answer = first._replace(settled=RESULTS in plan.notes)
             metadata = PlannedMetadata.of(plan)
             return [dataclasses.replace(p, planner_data=answer) for p in all_plans], metadata
-        with collector_paused():
-            return self._plan_anew(all_plans, before)
+        with named("plan of all ranks"), collector_paused():
+            return self._plan_anew(all_plans, known, before)
 
     def _plan_anew(
-        self, all_plans: list[SavePlan], before: Sequence[_GlobalPlan | None]
+        self,
+        all_plans: list[SavePlan],
+        known: Sequence[_Known | None],
+        before: Sequence[_GlobalPlan | None],
     ) -> tuple[list[SavePlan], Metadata]:
-        local = [
-            plan if known is None else known.local[rank]
-            for rank, (plan, known) in enumerate(zip(all_plans, before, strict=True))
-        ]
-        self._wrote = [
-            None if known is None else {item.index for item in known.final[rank].items}
-            for rank, known in enumerate(before)
-        ]
+        local = list(all_plans)
+        self._wrote = [None] * len(local)
+        for rank, (of_rank, plan) in enumerate(zip(known, before, strict=True)):
+            if of_rank is not None and plan is not None:
+                # In another process group it may have had another number.
+                local[rank] = plan.local[of_rank.rank]
+                self._wrote[rank] = {item.index for item in plan.final[of_rank.rank].items}
         final, metadata = self._create_global_plan(local)
         name = uuid.uuid4().hex
-        plan = _GlobalPlan(local, final, metadata, {})
-        _keep(_global, name, plan, _GLOBAL_PLANS_MAX)
-        sent = [dataclasses.replace(plan, planner_data=_New(name)) for plan in final]
-        return sent, PlannedMetadata.of(plan)
+        made = _GlobalPlan(local, final, metadata, {})
+        _keep(_global, name, made, _GLOBAL_PLANS_MAX)
+        sent = [
+            dataclasses.replace(plan, planner_data=_New(name, rank))
+            for rank, plan in enumerate(final)
+        ]
+        return sent, PlannedMetadata.of(made)
 
     def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
         """One writer for what several ranks have: the one it had, or else the one with least. A
@@ -329,18 +363,14 @@ class SavePlanner(DefaultSavePlanner):
         self.settled = False
         if isinstance(new_plan.planner_data, _Known) and known is not None:
             self.settled = new_plan.planner_data.settled
-            with _lock:
-                if known.name in _known:
-                    _known.move_to_end(known.name)
+            _keep(_known, known.name, known, _PLANS_MAX)
             self.plan = dataclasses.replace(known.final, storage_data=new_plan.storage_data)
             return self.plan
         if known is not None:
             # Another rank's state changed, and so did everyone's plan.
-            with _lock:
-                _known.pop(known.name, None)
             renewed = self._renewed(known, new_plan)
         elif self._cacheable and isinstance(new_plan.planner_data, _New):
-            renewed = KnownPlan(self, new_plan.planner_data.name, new_plan)
+            renewed = KnownPlan(self, new_plan)
         else:
             renewed = None
         self.known = None
@@ -353,7 +383,7 @@ class SavePlanner(DefaultSavePlanner):
     def _renewed(self, known: KnownPlan, plan: SavePlan) -> KnownPlan:
         self.tree, self.placements = known.tree, known._placements
         self.state_dict = dict(zip(known.positions, self.leaves, strict=True))
-        return KnownPlan(self, plan.planner_data.name, plan)
+        return KnownPlan(self, plan)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         if self.known is None:
@@ -374,7 +404,3 @@ def _memory_of(leaf: Any) -> torch.Tensor | None:
     if isinstance(leaf, DTensor):
         return local_tensor(leaf)
     return leaf if isinstance(leaf, torch.Tensor) else None
-
-
-def _name_in(plan: SavePlan) -> str | None:
-    return plan.planner_data.name if isinstance(plan.planner_data, _Known) else None

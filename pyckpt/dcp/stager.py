@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from pyckpt.dcp.leaves import Leaves, is_plain_type
 from pyckpt.dcp.save_planner import KnownPlan
 from pyckpt.engine import Engine, default_engine
 from pyckpt.errors import EngineClosed, StagerBusy
+from pyckpt.timeline import named
 
 __all__ = [
     "PinnedStager",
@@ -181,18 +183,20 @@ class PinnedStager:
     def begin(self, state_dict: dict[str, Any], *, direct: bool) -> tuple[Staging, dict[str, Any]]:
         """Begin to copy; return the copies, too, as a state dict. ``direct``: the writer knows how
         to read what found no room from where it is, and gives memory back when it is through."""
-        with collector_paused():
+        with named("stage"), collector_paused():
             shape, leaves = self._shape_of(state_dict)
             wanted = shape.wanted() if direct else None
-            skipped = direct and self._is_busy(shape, leaves)
+            skipped = direct and self._is_busy(shape, leaves, wanted)
             if skipped:
                 wanted = bytes(len(leaves))
             return self._begin(shape, leaves, wanted, direct=direct, skipped=skipped)
 
     def keep_failure(self, error: BaseException) -> None:
-        """Have the next save raise an error."""
+        """Have the next save raise an error. Not with the stager that all writers share: the next
+        one may have nothing to do with the one that failed."""
         with self._lock:
-            self._failure = self._failure or error
+            if self is not self.engine.__dict__.get("_stager"):
+                self._failure = self._failure or error
 
     def raise_failure(self) -> None:
         """Raise what was kept, once."""
@@ -265,14 +269,14 @@ class PinnedStager:
             storages.add(getattr(optimizer, "state", {}))
         return storages
 
-    def _is_busy(self, shape: Shape, leaves: list[Any]) -> bool:
+    def _is_busy(self, shape: Shape, leaves: list[Any], wanted: bytes | None) -> bool:
         """Wait, raise or tell to skip, where saves under way leave no room for this one."""
         while True:
             others = [staging for staging in self._under_way() if staging.direct]
             if not others:
                 return False
             native = self.engine.native
-            needed = shape.needed_bytes(leaves)
+            needed = shape.needed_bytes(leaves, wanted)
             free = native.arena_max_bytes - native.arena_used_bytes
             if needed <= free:
                 return False
@@ -330,15 +334,23 @@ class Shape:
         plan = self.plan
         return plan.wanted() if plan is not None and plan.is_remembered() else None
 
-    def needed_bytes(self, leaves: list[Any]) -> int:
-        """Bytes of the copies, at most."""
-        return sum(
-            source.nbytes + _SMALL_GRAIN
-            for source in self.leaves.sources(leaves)
-            if isinstance(source, torch.Tensor)
-        )
+    def needed_bytes(self, leaves: list[Any], wanted: bytes | None) -> int:
+        """Bytes of the copies of the leaves that are wanted, at most."""
+        sources = self.leaves.sources(leaves)
+        mask = repeat(1) if wanted is None else self.leaves.sources_wanted(leaves, wanted)
+        sizes = {
+            (source.data_ptr(), source.nbytes): source.nbytes
+            for source, is_wanted in zip(sources, mask, strict=False)
+            if is_wanted
+            and isinstance(source, torch.Tensor)
+            and is_plain_type(source)
+            and source.layout is torch.strided
+        }
+        small = sum(size + _SMALL_GRAIN for size in sizes.values() if size < _SMALL)
+        return small + sum(size + _REGION_GRAIN for size in sizes.values() if size >= _SMALL)
 
 
+_SMALL = 64 << 10  # smaller ones lie beside each other in one region, as csrc/stage_job.cpp has it
 _SMALL_GRAIN = 64
 
 
@@ -374,7 +386,8 @@ class Staging:
     def finish(self) -> None:
         """Wait for the copies; on the stager's thread."""
         try:
-            self._native.wait()
+            with named("wait for copies", self.bytes):
+                self._native.wait()
         except BaseException as error:
             self._native.release_sources()
             _logger.error("the state could not be copied, and will not be saved: %s", error)

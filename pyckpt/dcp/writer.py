@@ -45,11 +45,12 @@ from pyckpt.dcp.stager import (
     default_stager,
     release_at_thread_end,
 )
-from pyckpt.engine import Engine, default_engine
+from pyckpt.engine import Engine, abandoned, default_engine
 from pyckpt.format import commit
 from pyckpt.format.metadata import encode
 from pyckpt.format.template import Template
 from pyckpt.statistics import WriteStatistics
+from pyckpt.timeline import named
 
 __all__ = ["DirectWriter"]
 
@@ -207,7 +208,7 @@ class DirectWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         if self._staging is not None:
-            # The first call on the thread that saves.
+            # The first call on the thread that saves, but for `reset`, which not all saves make.
             release_at_thread_end(self._staging)
             # Planners see tensors before they are given to this writer, and may do with them what
             # they like; but those that we know leave them alone.
@@ -217,6 +218,8 @@ class DirectWriter(StorageWriter):
         return StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if self._staging is not None:
+            release_at_thread_end(self._staging)
         if checkpoint_id is not None:
             self._path = _directory(checkpoint_id)
 
@@ -269,8 +272,11 @@ class DirectWriter(StorageWriter):
                 future.set_result([])
             else:
                 # A rank that has nothing to write makes no file.
-                future.set_result(self._write(plan, planner) if plan.items else [])
+                with named("write"):
+                    future.set_result(self._write(plan, planner) if plan.items else [])
         except BaseException as error:
+            if abandoned():
+                _logger.error("%s: this save was lost: the program ended before it", self.path)
             if staging is not None:
                 staging.stager.keep_failure(error)
                 staging.shape.plan = None
@@ -289,9 +295,9 @@ class DirectWriter(StorageWriter):
         if self._skips:
             return
         try:
-            data, named = self._describe(metadata, results)
-            with _commit_lock:
-                self._commit(data, named)
+            data, files = self._describe(metadata, results)
+            with _commit_lock, named("commit", len(data)):
+                self._commit(data, files)
         finally:
             self._forget_data_file()
         if isinstance(metadata, PlannedMetadata):
@@ -343,7 +349,7 @@ class DirectWriter(StorageWriter):
         others = tuple(_unfinished)
         return {path.name for path in others if os.path.realpath(path.parent) == here}
 
-    def _commit(self, data: bytes, named: set[str]) -> None:
+    def _commit(self, data: bytes, files: set[str]) -> None:
         if self._data_file is not None and not self._data_file.exists():
             raise FileNotFoundError(
                 errno.ENOENT, "removed before its save was committed", str(self._data_file)
@@ -352,7 +358,7 @@ class DirectWriter(StorageWriter):
         commit.commit_metadata(self.path, name, data, sync=self.sync_files)
         commit.remove_unnamed(
             self.path,
-            named | self._unfinished_names(),
+            files | self._unfinished_names(),
             committed=name,
             rank=self._own_rank(),
         )

@@ -92,10 +92,11 @@ def make_directory(path: Path, *, sync: bool) -> None:
     """
     if path.is_dir():
         return
-    if path.exists():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     make_directory(path.parent, sync=sync)
-    path.mkdir(exist_ok=True)  # another rank may have been faster
+    try:
+        path.mkdir(exist_ok=True)  # another rank may have been faster
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
     if sync:
         sync_directory(path.parent)
 

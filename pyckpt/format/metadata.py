@@ -18,6 +18,7 @@ what it names: a file must neither call code nor alter a class of the process th
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import pickle
@@ -114,6 +115,18 @@ def _stand_in(real: type) -> type:
     return _Sealed(real.__name__, (), {"__slots__": (), "__new__": new})
 
 
+class _Metadata(metaclass=_Sealed):
+    """`Metadata`, bare, or called with its fields, as a class made from it may pickle itself."""
+
+    __slots__ = ()
+
+    def __new__(cls, *fields: Any) -> Any:
+        metadata = object.__new__(Metadata)
+        names = [field.name for field in dataclasses.fields(Metadata)]
+        vars(metadata).update(zip(names, fields, strict=False))
+        return metadata
+
+
 class _MemFormat(metaclass=_Sealed):
     """Stands for DCP's enum of memory formats, and yields the member's number.
 
@@ -181,7 +194,7 @@ class _Properties(TensorProperties, metaclass=_Sealed):
 
 _DCP = "torch.distributed.checkpoint.metadata"
 _ALLOWED: dict[tuple[str, str], Any] = {
-    (_DCP, "Metadata"): _stand_in(Metadata),
+    (_DCP, "Metadata"): _Metadata,
     (_DCP, "MetadataIndex"): _stand_in(MetadataIndex),
     (_DCP, "TensorStorageMetadata"): _stand_in(TensorStorageMetadata),
     (_DCP, "BytesStorageMetadata"): _stand_in(BytesStorageMetadata),

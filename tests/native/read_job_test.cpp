@@ -242,8 +242,8 @@ TEST_F(ReadJobTest, BesideAWriteThatHasNoEnd) {
   const std::string file = make_file("a", 100000);
   Engine engine({4096, 1, 1});
   const auto write = engine.start_write(directory_.file("b"), {});
-  write->add(nullptr,
-             {reinterpret_cast<const std::byte*>(file.data()), file.size(), nullptr, nullptr});
+  write->add(nullptr, {reinterpret_cast<const std::byte*>(file.data()), file.size(), nullptr,
+                       nullptr, nullptr});
   parallelize(4, [&](size_t) {
     const auto job = engine.make_read(Direct::kAuto, true);
     job->add_file(directory_.file("a"));

@@ -36,6 +36,29 @@ std::string state_of(pid_t thread) {
   return name_end == std::string::npos ? "" : line.substr(name_end + 2, 1);
 }
 
+// Makes its copies when it is first waited for.
+class LateTicket : public Ticket {
+ public:
+  LateTicket(std::vector<Transfer> transfers, std::function<void()> before_copy)
+      : transfers_(std::move(transfers)), before_copy_(std::move(before_copy)) {}
+
+  void wait() override {
+    std::lock_guard lock(mutex_);
+    if (copied_) return;
+    if (before_copy_) before_copy_();
+    for (const Transfer& transfer : transfers_) {
+      std::memcpy(transfer.to, transfer.from, transfer.size);
+    }
+    copied_ = true;
+  }
+
+ private:
+  const std::vector<Transfer> transfers_;
+  const std::function<void()> before_copy_;
+  std::mutex mutex_;
+  bool copied_ = false;  // guarded by mutex_
+};
+
 }  // namespace
 
 uint64_t draw(Random& random, uint64_t low, uint64_t high) {
@@ -188,13 +211,12 @@ Memory::Memory(const std::string& bytes, size_t shift) {
 
 FakeDevice::FakeDevice(std::function<void()> before_copy) : before_copy_(std::move(before_copy)) {}
 
-void FakeDevice::copy_to_host(std::byte* to, const std::byte* from, size_t size) {
-  if (before_copy_) before_copy_();
-  std::memcpy(to, from, size);
+std::shared_ptr<Ticket> FakeDevice::copy_to_host(const std::vector<Transfer>& transfers) {
+  return std::make_shared<LateTicket>(transfers, before_copy_);
 }
 
-void FakeDevice::copy_from_host(std::byte* to, const std::byte* from, size_t size) {
-  copy_to_host(to, from, size);
+std::shared_ptr<Ticket> FakeDevice::copy_from_host(const std::vector<Transfer>& transfers) {
+  return copy_to_host(transfers);
 }
 
 std::shared_ptr<Envelope> make_envelope(Random& random, size_t prefix, size_t suffix,

@@ -106,12 +106,17 @@ struct Memory {
   std::shared_ptr<void> owner;
 };
 
-// A device whose memory is the host's. `before_copy` may wait or throw.
+// A device whose memory is the host's. It copies when its ticket is waited for, and not before;
+// first it calls `before_copy`, which may wait or throw.
 class FakeDevice : public Device {
  public:
   explicit FakeDevice(std::function<void()> before_copy = nullptr);
-  void copy_to_host(std::byte* to, const std::byte* from, size_t size) override;
-  void copy_from_host(std::byte* to, const std::byte* from, size_t size) override;
+  int index() const override { return 0; }
+  std::shared_ptr<Ticket> copy_to_host(const std::vector<Transfer>& transfers) override;
+  std::shared_ptr<Ticket> copy_from_host(const std::vector<Transfer>& transfers) override;
+  void follow(Stream) override {}
+  void hold(Stream, const Ticket&) override {}
+  Stream to_host() override { return nullptr; }
 
  private:
   const std::function<void()> before_copy_;

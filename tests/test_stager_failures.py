@@ -1,0 +1,331 @@
+"""PinnedStager short of memory, and saves that fail: nothing hangs, all is told, all given back."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from _filesystems import TMPFS_BYTES
+from _staging import SLOT, check_saved, engine, frozen, outcome, overwrite, writer_to
+from torch.distributed.checkpoint import FileSystemWriter
+
+import pyckpt
+from pyckpt.dcp.stager import Staging
+from pyckpt.errors import EngineClosed, StagerBusy
+
+MIB = 1 << 20
+
+
+class Gated(pyckpt.DirectWriter):
+    """Writes when it is let."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        super().__init__(path, sync_files=False, **options)
+        self.gate = threading.Event()
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        assert self.gate.wait(60)
+        return super().prepare_local_plan(plan)
+
+
+@pytest.fixture
+def tight() -> Any:
+    """With room for one state, and not for two."""
+    with engine(max_pinned_bytes=3 * SLOT + 4 * MIB) as made:
+        yield made
+        gc.collect()
+        if not made.closed:
+            assert made.native.arena_used_bytes == 0
+            assert made.native.arena_held_bytes <= 4 * MIB
+
+
+def large_state() -> dict[str, Any]:
+    return {"large": torch.rand(700_000), "small": torch.rand(10), "step": 3}
+
+
+def test_busy_error(tmp_path: Path, tight: pyckpt.Engine) -> None:
+    stager = pyckpt.PinnedStager(engine=tight, when_busy="error")
+    state = large_state()
+    first = Gated(tmp_path / "first", stager=stager, engine=tight)
+    future = dcp.async_save(state, storage_writer=first)
+    second = writer_to(tmp_path / "second", stager=stager, engine=tight)
+    with pytest.raises(StagerBusy, match="max_pinned_bytes"):
+        dcp.async_save(state, storage_writer=second)
+    small = {"small": torch.rand(10)}  # which there is room for
+    third = writer_to(tmp_path / "third", stager=stager, engine=tight)
+    dcp.async_save(small, storage_writer=third).result()
+    check_saved(small, tmp_path / "third")
+    first.gate.set()
+    future.result()
+    check_saved(state, tmp_path / "first")
+    dcp.async_save(state, storage_writer=second).result()
+    check_saved(state, tmp_path / "second")
+
+
+def test_busy_skip(tmp_path: Path, tight: pyckpt.Engine, caplog: pytest.LogCaptureFixture) -> None:
+    stager = pyckpt.PinnedStager(engine=tight, when_busy="skip")
+    old = {"old": torch.rand(5)}
+    dcp.save(old, storage_writer=writer_to(tmp_path / "second", engine=tight))
+    names = sorted(path.name for path in (tmp_path / "second").iterdir())
+    state = large_state()
+    first = Gated(tmp_path / "first", stager=stager, engine=tight)
+    future = dcp.async_save(state, storage_writer=first)
+    second = writer_to(tmp_path / "second", stager=stager, engine=tight)
+    dcp.async_save(state, storage_writer=second).result()
+    assert "not saved" in caplog.text
+    assert sorted(path.name for path in (tmp_path / "second").iterdir()) == names
+    check_saved(old, tmp_path / "second")
+    first.gate.set()
+    future.result()
+    check_saved(state, tmp_path / "first")
+    dcp.async_save(state, storage_writer=second).result()
+    check_saved(state, tmp_path / "second")
+
+
+def test_busy_wait(
+    tmp_path: Path, tight: pyckpt.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stager = pyckpt.PinnedStager(engine=tight)
+    state = large_state()
+    first = Gated(tmp_path / "first", stager=stager, engine=tight)
+    before = frozen(state)
+    future = dcp.async_save(state, storage_writer=first)
+    overwrite(state)
+    original = Staging.wait_released
+    waited: list[bool] = []
+
+    def wait_released(self: Staging) -> None:
+        waited.append(first.written.done())
+        first.gate.set()
+        original(self)
+
+    monkeypatch.setattr(Staging, "wait_released", wait_released)
+    second = writer_to(tmp_path / "second", stager=stager, engine=tight)
+    other = dcp.async_save(state, storage_writer=second)
+    assert waited == [False]
+    assert first.written.done()
+    other.result()
+    future.result()
+    check_saved(before, tmp_path / "first")
+    check_saved(state, tmp_path / "second")
+
+
+def test_shared_memory_is_needed_once(tmp_path: Path, tight: pyckpt.Engine) -> None:
+    """What a save needs is not more than it will take."""
+    stager = pyckpt.PinnedStager(engine=tight, when_busy="error")
+    tensor = torch.rand(400_000)
+    holder = Gated(tmp_path / "first", stager=stager, engine=tight)
+    future = dcp.async_save({"a": torch.rand(300_000)}, storage_writer=holder)
+    tied = {f"{i}": tensor for i in range(10)}
+    dcp.async_save(
+        tied, storage_writer=writer_to(tmp_path / "tied", stager=stager, engine=tight)
+    ).result()
+    check_saved(tied, tmp_path / "tied")
+    holder.gate.set()
+    future.result()
+
+
+def test_larger_than_the_budget(tmp_path: Path, tight: pyckpt.Engine) -> None:
+    """Streamed from where it is, with and without a guard, and the rest is copied."""
+    parameters = [torch.nn.Parameter(torch.rand(500_000)) for _ in range(6)]
+    optimizer = torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+    stager = pyckpt.PinnedStager(engine=tight, optimizers=[optimizer])
+    for turn in range(3):
+        state = {
+            "model": {f"{i}": parameter for i, parameter in enumerate(parameters)},
+            "buffer": torch.rand(900),
+            "step": turn,
+        }
+        before = frozen(state)
+        path = tmp_path / str(turn)
+        writer = writer_to(path, stager=stager if turn else None, engine=tight)
+        future = dcp.async_save(state, storage_writer=writer, planner=pyckpt.SavePlanner())
+        state["buffer"].zero_()
+        if turn:
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        else:
+            overwrite(state)
+        future.result()
+        check_saved(before, path)
+
+
+class Raises(dcp.DefaultSavePlanner):
+    """Fails in one of its calls."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self.at = at
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        if self.at == "set_up_planner":
+            raise RuntimeError("made to fail")
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        if self.at == "create_global_plan":
+            raise RuntimeError("made to fail")
+        return super().create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        if self.at == "finish_plan":
+            raise RuntimeError("made to fail")
+        return super().finish_plan(new_plan)
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if self.at == "resolve_data":
+            raise RuntimeError("made to fail")
+        return super().resolve_data(write_item)
+
+
+@pytest.mark.parametrize("size", [10_000, 3_000_000], ids=["copied", "streamed"])
+@pytest.mark.parametrize(
+    "at", ["set_up_planner", "create_global_plan", "finish_plan", "resolve_data"]
+)
+def test_planner_that_raises(tmp_path: Path, tight: pyckpt.Engine, at: str, size: int) -> None:
+    parameter = torch.nn.Parameter(torch.rand(size))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    stager = pyckpt.PinnedStager(engine=tight, optimizers=[optimizer])
+    state = {"weight": parameter}
+    writer = writer_to(tmp_path, stager=stager, engine=tight)
+    future = dcp.async_save(state, storage_writer=writer, planner=Raises(at))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()  # does not wait for ever
+    assert "made to fail" in str(outcome(future.result))
+    assert writer.staged.exception(60) is None
+    assert writer.written.cancelled() or writer.written.exception(60) is not None
+    gc.collect()
+    assert tight.native.arena_used_bytes == 0
+    again = writer_to(tmp_path, stager=stager, engine=tight)
+    if at == "resolve_data":  # what fails on a rank that writes, the next save tells once
+        with pytest.raises(RuntimeError, match="made to fail"):
+            dcp.async_save(state, storage_writer=again)
+    before = frozen(state)
+    dcp.async_save(state, storage_writer=again).result()
+    check_saved(before, tmp_path)
+
+
+def test_directory_that_cannot_be_made(tmp_path: Path, tight: pyckpt.Engine) -> None:
+    (tmp_path / "file").touch()
+    stager = pyckpt.PinnedStager(engine=tight)
+    state = large_state()
+    writer = writer_to(tmp_path / "file" / "below", stager=stager, engine=tight)
+    future = dcp.async_save(state, storage_writer=writer)
+    error = outcome(future.result)
+    assert isinstance(error, NotADirectoryError | FileExistsError)
+    assert writer.staged.exception(60) is None
+    assert writer.written.cancelled()
+    assert tight.native.arena_used_bytes == 0
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("filesystem", ["tmpfs"], indirect=True)
+@pytest.mark.parametrize("budget", [32 * MIB, 4 * MIB], ids=["copied", "streamed"])
+def test_disk_full(filesystem: Path, budget: int) -> None:
+    parameter = torch.nn.Parameter(torch.rand(TMPFS_BYTES // 4 + 1))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    parameter.grad = torch.ones_like(parameter)
+    with engine(max_pinned_bytes=3 * SLOT + budget) as own:
+        stager = pyckpt.PinnedStager(engine=own, optimizers=[optimizer])
+        writer = writer_to(filesystem / "full", stager=stager, engine=own)
+        small = {"small": torch.rand(9)}
+        dcp.async_save(small, storage_writer=writer).result()
+        future = dcp.async_save({"weight": parameter}, storage_writer=writer)
+        optimizer.step()
+        error = outcome(future.result)
+        assert isinstance(error, OSError)
+        assert error.errno == errno.ENOSPC
+        told = writer.written.exception(60)
+        assert isinstance(told, OSError)
+        assert told.errno == errno.ENOSPC
+        assert own.native.arena_used_bytes == 0
+        with pytest.raises(OSError, match="No space left"):
+            dcp.async_save(small, storage_writer=writer)
+        check_saved(small, filesystem / "full")
+        dcp.async_save(small, storage_writer=writer).result()
+        check_saved(small, filesystem / "full")
+
+
+def test_take_failure(tmp_path: Path, tight: pyckpt.Engine) -> None:
+    stager = pyckpt.PinnedStager(engine=tight)
+    assert stager.take_failure() is None
+    writer = writer_to(tmp_path, stager=stager, engine=tight)
+    future = dcp.async_save({"t": torch.rand(3)}, storage_writer=writer, planner=Raises("resolve_data"))
+    assert "made to fail" in str(outcome(future.result))
+    failure = stager.take_failure()
+    assert isinstance(failure, RuntimeError)
+    assert stager.take_failure() is None
+    dcp.async_save({"t": torch.rand(3)}, storage_writer=writer).result()
+
+
+@pytest.mark.parametrize("size", [10_000, 3_000_000], ids=["copied", "streamed"])
+def test_engine_closed_in_between(tmp_path: Path, size: int) -> None:
+    own = engine(max_pinned_bytes=3 * SLOT + 4 * MIB)
+    parameter = torch.nn.Parameter(torch.rand(size))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    parameter.grad = torch.ones_like(parameter)
+    stager = pyckpt.PinnedStager(engine=own, optimizers=[optimizer])
+    writer = Gated(tmp_path, stager=stager, engine=own)
+    future = dcp.async_save({"weight": parameter}, storage_writer=writer)
+    closing = threading.Thread(target=own.close)
+    closing.start()
+    writer.gate.set()
+    optimizer.step()
+    error = outcome(future.result)
+    closing.join(60)
+    assert not closing.is_alive()
+    assert isinstance(error, EngineClosed)
+    assert isinstance(writer.written.exception(60), EngineClosed)
+    with pytest.raises(EngineClosed):
+        dcp.async_save({"weight": parameter}, storage_writer=writer)
+    assert own.native.arena_used_bytes == 0
+
+
+def test_engine_closed_before(tmp_path: Path) -> None:
+    own = engine()
+    own.close()
+    stager = pyckpt.PinnedStager(engine=own)
+    with pytest.raises(EngineClosed):
+        stager.stage({"t": torch.rand(3)})
+    with pytest.raises(EngineClosed):
+        dcp.async_save(
+            {"t": torch.rand(3)},
+            storage_writer=FileSystemWriter(tmp_path),
+            async_stager=stager,
+        )
+
+
+def test_an_object_that_cannot_be_copied(tmp_path: Path, tight: pyckpt.Engine) -> None:
+    """The call raises, and nothing of the save stays behind."""
+    stager = pyckpt.PinnedStager(engine=tight)
+    state = {**large_state(), "lock": threading.Lock()}
+    for _ in range(3):
+        writer = writer_to(tmp_path, stager=stager, engine=tight)
+        with pytest.raises(TypeError, match="lock"):
+            dcp.async_save(state, storage_writer=writer)
+        gc.collect()
+        assert tight.native.arena_used_bytes == 0
+
+
+def test_writer_used_for_a_plain_save_after_a_failed_one(
+    tmp_path: Path, tight: pyckpt.Engine
+) -> None:
+    """Nothing of the failed one is in it."""
+    stager = pyckpt.PinnedStager(engine=tight, when_busy="skip")
+    holder, _ = stager.begin(large_state(), direct=True)
+    writer = writer_to(tmp_path, stager=stager, engine=tight)
+    state = large_state()
+    future = dcp.async_save(state, storage_writer=writer, planner=Raises("create_global_plan"))
+    assert "made to fail" in str(outcome(future.result))
+    dcp.save(state, storage_writer=writer)
+    check_saved(state, tmp_path)
+    holder.release()

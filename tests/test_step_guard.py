@@ -1,0 +1,414 @@
+"""The step guard: no optimizer's step overtakes the copies."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from _ranks import run_ranks
+from _staging import SLOT, check_saved, engine, frozen, overwrite, same, writer_to
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import pyckpt
+from pyckpt.dcp import guard
+from pyckpt.dcp.stager import Staging
+
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.SGD, {"momentum": 0.9, "foreach": False}),
+    (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
+    (torch.optim.Adam, {"foreach": False}),
+    (torch.optim.Adam, {"foreach": True, "amsgrad": True}),
+    (torch.optim.AdamW, {"foreach": False}),
+    (torch.optim.AdamW, {"foreach": True}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.ASGD, {}),
+    (torch.optim.Adagrad, {}),
+]
+
+
+@pytest.fixture(scope="module")
+def small_engine() -> Any:
+    with engine() as made:
+        yield made
+
+
+def strided_model() -> torch.nn.Module:
+    """With parameters that take long to copy: their memory is gathered in short pieces."""
+    model = torch.nn.Module()
+    model.columns = torch.nn.Parameter(torch.rand(1000, 1001)[:, ::2])
+    model.large = torch.nn.Parameter(torch.rand(1 << 20))
+    for i in range(50):
+        model.register_parameter(f"small{i}", torch.nn.Parameter(torch.rand(30 + i)))
+    return model
+
+
+def give_gradients(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.rand_like(parameter)
+
+
+def state_of(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
+    """The live tensors, and not copies of them."""
+    return {
+        "model": dict(model.state_dict()),
+        "optimizers": {f"{i}": optimizer.state_dict() for i, optimizer in enumerate(optimizers)},
+    }
+
+
+@pytest.mark.parametrize(("make", "options"), OPTIMIZERS)
+def test_step_right_after_the_call(
+    tmp_path: Path, small_engine: pyckpt.Engine, make: Any, options: dict[str, Any]
+) -> None:
+    model = strided_model()
+    optimizer = make(model.parameters(), lr=0.1, **options)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    stager = pyckpt.PinnedStager(engine=small_engine, optimizers=[optimizer])
+    for turn in range(3):
+        give_gradients(model)
+        state = {**state_of(model, optimizer), "scheduler": scheduler.state_dict()}
+        before = frozen(state)
+        writer = writer_to(tmp_path / str(turn), stager=stager, engine=small_engine)
+        future = dcp.async_save(state, storage_writer=writer, planner=pyckpt.SavePlanner())
+        optimizer.step()
+        scheduler.step()
+        future.result()
+        check_saved(before, tmp_path / str(turn))
+    assert not same(frozen(state["model"]), before["model"])  # a step did change it
+
+
+def test_tensor_learning_rate_is_no_optimizer_state(
+    tmp_path: Path, small_engine: pyckpt.Engine
+) -> None:
+    """Schedulers change it, and no step is asked."""
+    parameter = torch.nn.Parameter(torch.rand(1 << 20))
+    optimizer = torch.optim.SGD([parameter], lr=torch.tensor(0.5), foreach=False)
+    stager = pyckpt.PinnedStager(engine=small_engine, optimizers=[optimizer])
+    state = {"weight": parameter, "lr": optimizer.param_groups[0]["lr"]}
+    before = frozen(state)
+    writer = writer_to(tmp_path, stager=stager, engine=small_engine)
+    future = dcp.async_save(state, storage_writer=writer)
+    state["lr"].fill_(0.25)
+    future.result()
+    check_saved(before, tmp_path)
+
+
+def test_several_optimizers(tmp_path: Path, small_engine: pyckpt.Engine) -> None:
+    """Any step waits, also of an optimizer that the stager was not told of."""
+    model = strided_model()
+    parameters = list(model.parameters())
+    optimizers = [
+        torch.optim.SGD(parameters[:1], lr=0.1, momentum=0.9),
+        torch.optim.AdamW(parameters[1:], lr=0.1),
+    ]
+    stager = pyckpt.PinnedStager(engine=small_engine, optimizers=optimizers)
+    stranger = torch.optim.SGD(parameters, lr=0.1)
+    for turn in range(3):
+        give_gradients(model)
+        state = state_of(model, *optimizers)
+        before = frozen(state)
+        writer = writer_to(tmp_path / str(turn), stager=stager, engine=small_engine)
+        future = dcp.async_save(state, storage_writer=writer)
+        stranger.step()
+        for optimizer in optimizers:
+            optimizer.step()
+        future.result()
+        check_saved(before, tmp_path / str(turn))
+
+
+def test_steps_by_hand(tmp_path: Path, small_engine: pyckpt.Engine) -> None:
+    model = strided_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stager = pyckpt.PinnedStager(engine=small_engine, optimizers=[optimizer])
+    for turn, way in enumerate(["writer", "stager", "block"]):
+        state = dict(model.state_dict())
+        before = frozen(state)
+        writer = writer_to(tmp_path / way, stager=stager, engine=small_engine)
+        future = dcp.async_save(state, storage_writer=writer)
+        if way == "writer":
+            writer.wait_staged()
+            overwrite(state)
+        elif way == "stager":
+            stager.wait_staged()
+            overwrite(state)
+        else:
+            with stager.guard():
+                overwrite(state)
+        future.result()
+        assert turn < 3
+        check_saved(before, tmp_path / way)
+        writer.wait_staged()  # and when all is over, and
+    stager.wait_staged()  # again
+
+
+def test_steps_of_other_state_do_no_harm(tmp_path: Path, small_engine: pyckpt.Engine) -> None:
+    """What no given optimizer owns is copied before the call returns, guarded steps or not."""
+    model = strided_model()
+    other = torch.optim.SGD([torch.nn.Parameter(torch.rand(2))])
+    stager = pyckpt.PinnedStager(engine=small_engine, optimizers=[other])
+    state = dict(model.state_dict())
+    before = frozen(state)
+    writer = writer_to(tmp_path, stager=stager, engine=small_engine)
+    future = dcp.async_save(state, storage_writer=writer)
+    overwrite(state)
+    future.result()
+    check_saved(before, tmp_path)
+
+
+def test_lazily_made_optimizer_state(tmp_path: Path, small_engine: pyckpt.Engine) -> None:
+    model = strided_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    stager = pyckpt.PinnedStager(engine=small_engine, optimizers=[optimizer])
+    for turn in range(3):
+        state = state_of(model, optimizer)
+        before = frozen(state)
+        writer = writer_to(tmp_path / str(turn), stager=stager, engine=small_engine)
+        future = dcp.async_save(state, storage_writer=writer)
+        give_gradients(model)
+        optimizer.step()
+        future.result()
+        check_saved(before, tmp_path / str(turn))
+
+
+def test_state_dict_of_dcp(tmp_path: Path, small_engine: pyckpt.Engine) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(300, 700), torch.nn.BatchNorm1d(700))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    stager = pyckpt.PinnedStager(engine=small_engine, optimizers=[optimizer])
+    for turn in range(3):
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        before = frozen(state)
+        writer = writer_to(tmp_path / str(turn), stager=stager, engine=small_engine)
+        future = dcp.async_save(state, storage_writer=writer, planner=pyckpt.SavePlanner())
+        model(torch.rand(4, 300)).sum().backward()
+        optimizer.step()
+        future.result()
+        check_saved(before, tmp_path / str(turn))
+
+
+def zero_redundancy(path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own use of what it deprecates
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    torch.manual_seed(0)
+    model = strided_model()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    with engine() as own:
+        stager = pyckpt.PinnedStager(engine=own, optimizers=[optimizer])
+        for turn in range(3):
+            give_gradients(model)
+            state = {"model": dict(model.state_dict()), "inner": dict(optimizer.optim.state_dict())}
+            before = frozen(state)
+            writer = writer_to(path / str(turn), stager=stager, engine=own)
+            future = dcp.async_save(state, storage_writer=writer)
+            optimizer.step()
+            future.result()
+            check_saved(before, path / str(turn))
+
+
+def test_zero_redundancy_optimizer(tmp_path: Path) -> None:
+    run_ranks(1, zero_redundancy, tmp_path)
+
+
+class Gated(pyckpt.DirectWriter):
+    """Writes when it is let."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        super().__init__(path, sync_files=False, **options)
+        self.gate = threading.Event()
+        self.reached = threading.Event()
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        self.reached.set()
+        assert self.gate.wait(60)
+        return super().prepare_local_plan(plan)
+
+
+@pytest.fixture
+def opens_when_waited_for(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lets a save write as soon as something waits for its end; so what does not wait is not
+    overtaken by chance."""
+    writers: list[Gated] = []
+    original = Staging.wait_released
+
+    def wait_released(self: Staging) -> None:
+        for writer in writers:
+            writer.gate.set()
+        original(self)
+
+    monkeypatch.setattr(Staging, "wait_released", wait_released)
+    return writers.append
+
+
+def tight_engine() -> pyckpt.Engine:
+    """With room for one small state, and for none of 4 MiB."""
+    return engine(max_pinned_bytes=3 * SLOT + (2 << 20))
+
+
+@pytest.mark.parametrize("way", ["step", "writer", "stager", "block"])
+def test_beyond_the_budget_the_step_waits_for_the_file(
+    tmp_path: Path, way: str, opens_when_waited_for: Any
+) -> None:
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    give_gradients(model)
+    with tight_engine() as own:
+        stager = pyckpt.PinnedStager(engine=own, optimizers=[optimizer])
+        state = dict(model.state_dict())
+        before = frozen(state)
+        writer = Gated(tmp_path, stager=stager, engine=own)
+        opens_when_waited_for(writer)
+        future = dcp.async_save(state, storage_writer=writer)
+        assert not writer.written.done()
+        if way == "step":
+            optimizer.step()
+        elif way == "writer":
+            writer.wait_staged()
+        elif way == "stager":
+            stager.wait_staged()
+        else:
+            with stager.guard():
+                assert writer.written.done()
+        assert writer.written.done()
+        overwrite(state)
+        future.result()
+        check_saved(before, tmp_path)
+        assert own.native.arena_held_bytes <= 2 << 20
+        assert own.native.arena_used_bytes == 0
+
+
+def test_beyond_the_budget_the_call_waits_for_what_is_not_guarded(
+    tmp_path: Path, opens_when_waited_for: Any
+) -> None:
+    state = {"large": torch.rand(1 << 20), "small": torch.rand(10)}
+    with tight_engine() as own:
+        before = frozen(state)
+        writer = Gated(tmp_path, engine=own)
+        opens_when_waited_for(writer)
+        future = dcp.async_save(state, storage_writer=writer)
+        assert writer.written.done()
+        overwrite(state)
+        future.result()
+        check_saved(before, tmp_path)
+
+
+def test_a_failed_save_holds_no_step_back(tmp_path: Path) -> None:
+    """Beyond the budget, and it fails at every point before it could write."""
+
+    class Fails(pyckpt.DirectWriter):
+        def __init__(self, path: Path, at: str, **options: Any) -> None:
+            super().__init__(path, **options)
+            self.at = at
+
+        def fail(self, at: str) -> None:
+            if self.at == at:
+                raise OSError(at)
+
+        def reset(self, checkpoint_id: Any = None) -> None:
+            self.fail("reset")
+            super().reset(checkpoint_id)
+
+        def storage_meta(self) -> Any:
+            self.fail("storage_meta")
+            return super().storage_meta()
+
+        def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None:
+            self.fail("set_up_storage_writer")
+            super().set_up_storage_writer(*args, **kwargs)
+
+        def prepare_global_plan(self, plans: Any) -> Any:
+            self.fail("prepare_global_plan")
+            return super().prepare_global_plan(plans)
+
+        def finish(self, metadata: Any, results: Any) -> None:
+            self.fail("finish")
+            super().finish(metadata, results)
+
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    give_gradients(model)
+    with tight_engine() as own:
+        for at in ["set_up_storage_writer", "prepare_global_plan", "finish"]:
+            stager = pyckpt.PinnedStager(engine=own, optimizers=[optimizer])
+            writer = Fails(tmp_path, at, stager=stager, engine=own)
+            future = dcp.async_save(dict(model.state_dict()), storage_writer=writer)
+            optimizer.step()
+            stager.wait_staged()
+            with pytest.raises(BaseException, match=at):
+                future.result()
+            assert own.native.arena_used_bytes == 0
+
+
+def test_a_save_that_never_reached_the_writer_holds_no_step_back(tmp_path: Path) -> None:
+    """DCP fails before it calls the writer for the first time but to tell it where to write."""
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    give_gradients(model)
+    with tight_engine() as own:
+        stager = pyckpt.PinnedStager(engine=own, optimizers=[optimizer])
+        writer = writer_to(tmp_path, stager=stager, engine=own)
+        future = dcp.async_save(
+            dict(model.state_dict()), storage_writer=writer, checkpoint_id="s3://bucket/step-1"
+        )
+        with pytest.raises(BaseException, match="URL"):
+            future.result()
+        stepping = threading.Thread(target=optimizer.step, daemon=True)
+        stepping.start()
+        stepping.join(30)
+        assert not stepping.is_alive()
+        assert own.native.arena_used_bytes == 0
+
+
+def test_other_hooks_run_as_ever(tmp_path: Path) -> None:
+    """Copies may end while a step goes through its hooks, ours among them."""
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    give_gradients(model)
+    with tight_engine() as own:
+        stager = pyckpt.PinnedStager(engine=own, optimizers=[optimizer])
+        state = dict(model.state_dict())
+        future = dcp.async_save(
+            state, storage_writer=writer_to(tmp_path, stager=stager, engine=own)
+        )
+        called: list[Any] = []
+
+        def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+            called.append(optimizer)
+
+        handle = register_optimizer_step_pre_hook(hook)
+        try:
+            optimizer.step()  # ends the save, and only then goes on to the other hook
+        finally:
+            handle.remove()
+        assert called == [optimizer]
+        future.result()
+
+
+def test_steps_of_a_forked_child(tmp_path: Path) -> None:
+    """The parent's copies, whose threads a child has not, hold its steps not back."""
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    give_gradients(model)
+    with tight_engine() as own:
+        stager = pyckpt.PinnedStager(engine=own, optimizers=[optimizer])
+        writer = Gated(tmp_path, stager=stager, engine=own)
+        future = dcp.async_save(dict(model.state_dict()), storage_writer=writer)
+        assert writer.reached.wait(60)
+        child = os.fork()
+        if child == 0:
+            import signal
+
+            signal.alarm(20)  # ends the child, should it wait
+            guard._before_step(optimizer, (), {})
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        writer.gate.set()
+        future.result()
+        assert status == 0
