@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*.cu csrc/*.h)
 
-.PHONY: demo test check format format-check lint types native mutants cuda clean help
+.PHONY: demo test check format format-check lint types native mutants cuda gpu clean help
 
 help:
 	@echo "make demo    train, kill, resume: what pyckpt is for"
@@ -16,6 +16,7 @@ help:
 	@echo "make native  the native tests, plain and under the sanitizers"
 	@echo "make mutants take waits out of the CUDA path: the native tests must notice"
 	@echo "make cuda    compile and link with CUDA, in an environment of its own"
+	@echo "make gpu     on a machine with a GPU: build, tests marked cuda, sanitizers, benchmark"
 	@echo "make format  format the code"
 
 # The environment. Torch first and alone, so that its version is ours to choose.
@@ -63,6 +64,10 @@ mutants:
 # Compiled and linked against a torch that has CUDA; running it takes a GPU.
 cuda:
 	PYTHON="$(PYTHON)" TORCH_CUDA="$(TORCH_CUDA)" bash scripts/build_cuda.sh
+
+# With the torch of $(PYTHON) itself, built in the tree: a GPU machine may have no network.
+gpu:
+	PYTHON="$(PYTHON)" bash scripts/gpu.sh
 
 clean:
 	rm -rf build dist *.egg-info pyckpt/_C*.so pyckpt/_build.py $(VENV) $(VENV)-cuda
