@@ -262,6 +262,9 @@ def digest(state: Any) -> str:
         if isinstance(value, dict):
             for key in sorted(value):
                 visit(value[key], f"{path}/{key}")
+        elif isinstance(value, list):
+            for number, item in enumerate(value):
+                visit(item, f"{path}/{number}")
         elif isinstance(value, Tensor):
             hasher.update(f"{path} {value.dtype} {tuple(value.shape)}\n".encode())
             hasher.update(value.detach().contiguous().numpy().data)

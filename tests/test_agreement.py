@@ -181,8 +181,11 @@ def _one_dies(rank_that_dies: int) -> str:
     known = Known()
     agreement = _agreement(known)
     agreement.at(1)
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == rank_that_dies:
+        store.wait(["connected"])  # not a collective: the other must be through with all of them
         os._exit(3)
+    store.set("connected", "1")
     agreement.close(wait=True)  # comes back, since nobody is left to wait for
     known.add("stops")
     return str(agreement.at(2))
