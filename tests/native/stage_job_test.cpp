@@ -172,9 +172,10 @@ TEST_F(StageJobTest, WhoWaitsHelps) {
     busy.open();
     leave.wait();
   });
+  const Sample more = make_sample(nullptr, std::string(4096, 'y'));  // so that a window is full
   const auto write = engine.start_write(directory_.file("a"), {Direct::kAuto, false, 0});
   write->add(nullptr, held.source);
-  write->add(nullptr, make_sample(nullptr, std::string(4096, 'y')).source);
+  write->add(nullptr, more.source);
   busy.wait();
   const std::string state = random_bytes(random_, 5 << 20);
   const std::string other = random_bytes(random_, 3000);
