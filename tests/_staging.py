@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,14 @@ def item(path: Path, key: str) -> Any:
                 file.seek(info.offset)
                 return torch.load(io.BytesIO(file.read(info.length)), weights_only=False)
     raise KeyError(key)
+
+
+def join_savers() -> None:
+    """Wait for DCP's threads, which end a little after their futures are done."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(("AsyncCheckpointExecutor", "ThreadPoolExecutor-")):
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def outcome(wait: Callable[[], Any]) -> BaseException:

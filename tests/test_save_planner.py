@@ -254,9 +254,7 @@ def test_plans_least_recently_used_are_forgotten(
     assert len(save_planner._global) == save_planner._GLOBAL_PLANS_MAX
 
 
-def test_other_writers(
-    tmp_path: Path, small_engine: pyckpt.Engine, plans_made: list[int]
-) -> None:
+def test_other_writers(tmp_path: Path, small_engine: pyckpt.Engine, plans_made: list[int]) -> None:
     """Ours and stock's in turns."""
     state = some_state()
     for turn in range(6):
@@ -331,7 +329,9 @@ def test_tensors_that_are_more_than_memory_are_planned_anew(
         state = {"tagged": torch.rand(turn + 1).as_subclass(Tagged), "t": torch.rand(3)}
         before = state["tagged"].clone()
         save(state, path, pyckpt.SavePlanner(), small_engine)
-        assert same(item(path, "tagged").as_subclass(torch.Tensor), before.as_subclass(torch.Tensor))
+        assert same(
+            item(path, "tagged").as_subclass(torch.Tensor), before.as_subclass(torch.Tensor)
+        )
     assert len(plans_made) == 3
 
 

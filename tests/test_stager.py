@@ -353,9 +353,7 @@ def test_saves_from_threads(tmp_path: Path, small_engine: pyckpt.Engine) -> None
             for turn in range(6):
                 before = frozen(state)
                 path = tmp_path / f"{number}-{turn}"
-                writer = writer_to(
-                    path, stager=stager, engine=small_engine
-                )
+                writer = writer_to(path, stager=stager, engine=small_engine)
                 future = dcp.async_save(state, storage_writer=writer, planner=pyckpt.SavePlanner())
                 overwrite(state)
                 future.result()

@@ -122,9 +122,7 @@ def test_two_streams(tmp_path: Path, gpu_engine: pyckpt.Engine) -> None:
 
 
 @pytest.mark.parametrize("stepped_on", ["same stream", "other stream", "other thread"])
-def test_step_waits_on_the_gpu(
-    tmp_path: Path, gpu_engine: pyckpt.Engine, stepped_on: str
-) -> None:
+def test_step_waits_on_the_gpu(tmp_path: Path, gpu_engine: pyckpt.Engine, stepped_on: str) -> None:
     parameters = [torch.nn.Parameter(torch.rand(4 * MIB, device="cuda")) for _ in range(8)]
     parameters += [torch.nn.Parameter(torch.rand(i + 1, device="cuda")) for i in range(200)]
     optimizers = [
@@ -162,9 +160,7 @@ def test_step_waits_on_the_gpu(
         check_saved(expected, tmp_path / str(turn))
 
 
-def test_the_calling_thread_waits_for_nothing(
-    tmp_path: Path, gpu_engine: pyckpt.Engine
-) -> None:
+def test_the_calling_thread_waits_for_nothing(tmp_path: Path, gpu_engine: pyckpt.Engine) -> None:
     state = some_state()
     del state["host"]
     parameter = torch.nn.Parameter(state["large"])
@@ -223,9 +219,7 @@ def test_beyond_the_budget(tmp_path: Path) -> None:
             assert own.native.arena_used_bytes == 0
 
 
-def test_stock_stager(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_stock_stager(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     """Whether stock's stager orders its copies after late writes, for the record."""
     state = {"large": torch.rand(32 * MIB, device="cuda")}
     expected = expected_after(state, late_writes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import warnings
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from _ranks import run_ranks
-from _staging import check_saved, engine, frozen, overwrite, writer_to
+from _staging import check_saved, engine, frozen, join_savers, overwrite, writer_to
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -19,9 +20,15 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import pyckpt
 
 
-def several_saves(path: Path, shared: bool, foreign: bool) -> list[int]:
-    os.environ["MASTER_ADDR"] = "127.0.0.1"  # which DCP's process connects to
+def can_have_a_process() -> None:
+    """DCP's own, which pytest's child may not have without more ado."""
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     warnings.simplefilter("ignore")
+
+
+def several_saves(path: Path, shared: bool, foreign: bool) -> list[int]:
+    can_have_a_process()
     mesh = init_device_mesh("cpu", (1,))
     state: dict[str, Any] = {
         "many": {f"{i}": torch.rand(300 + i) for i in range(200)},
@@ -70,14 +77,15 @@ def several_saves(path: Path, shared: bool, foreign: bool) -> list[int]:
             check_saved(before, to)
             del future
             if not foreign:
-                assert own.native.arena_used_bytes == 0
+                join_savers()
+            assert own.native.arena_used_bytes == 0
             descriptors.append(len(os.listdir("/proc/self/fd")))
     return descriptors
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
 def test_several_saves(tmp_path: Path, shared: bool) -> None:
-    descriptors = run_ranks(1, several_saves, tmp_path, shared, False)
+    [descriptors] = run_ranks(1, several_saves, tmp_path, shared, False)
     # Two hundred tensors, and not a descriptor for each.
     assert max(descriptors) - min(descriptors) < 20
     assert max(descriptors) < 150
@@ -88,8 +96,7 @@ def test_failures_come_back(tmp_path: Path) -> None:
 
 
 def a_failure(path: Path) -> None:
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    warnings.simplefilter("ignore")
+    can_have_a_process()
     (path / "file").touch()
     state = {"t": torch.rand(30_000)}
     with engine() as own:
@@ -107,4 +114,5 @@ def a_failure(path: Path) -> None:
             else:
                 with pytest.raises(BaseException, match="Not a directory|File exists"):
                     future.result()
+            join_savers()
             assert own.native.arena_used_bytes == 0

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -87,14 +90,35 @@ def _shards(tensor: ShardedTensor) -> list[torch.Tensor]:
 
 
 def _like_sharded(tensor: ShardedTensor, parts: list[torch.Tensor]) -> ShardedTensor:
+    # Torch wants each shard where its placement says, and all to be as the properties say.
     shards = [
-        Shard(part, shard.metadata)
+        Shard(part.detach(), _placed_on(part.device, shard.metadata))
         for part, shard in zip(parts, tensor.local_shards(), strict=True)
     ]
-    # As stock stages it (torch/distributed/_state_dict_utils.py).
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, sharded_tensor_metadata=tensor.metadata(), process_group=tensor._process_group
+    here = {tuple(shard.metadata.shard_offsets): shard.metadata for shard in shards}
+    metadata = tensor.metadata()
+    properties = dataclasses.replace(
+        metadata.tensor_properties,
+        requires_grad=False,
+        pin_memory=any(part.is_pinned() for part in parts),
     )
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards,
+        sharded_tensor_metadata=dataclasses.replace(
+            metadata,
+            shards_metadata=[
+                here.get(tuple(shard.shard_offsets), shard) for shard in metadata.shards_metadata
+            ],
+            tensor_properties=properties,
+        ),
+        process_group=tensor._process_group,
+    )
+
+
+def _placed_on(device: torch.device, metadata: ShardMetadata) -> ShardMetadata:
+    placement: Any = metadata.placement
+    there = _remote_device(f"rank:{placement.rank()}/{device}")
+    return dataclasses.replace(metadata, placement=there)
 
 
 class Leaves:

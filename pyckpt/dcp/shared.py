@@ -41,7 +41,12 @@ def _shared(value: Any, segments: dict[int, torch.UntypedStorage]) -> Any:
     if isinstance(value, list):
         return [_shared(entry, segments) for entry in value]
     if isinstance(value, DTensor):
-        return dtensor_like(value, _shared(value._local_tensor, segments))
+        local = _shared(value._local_tensor, segments)
+        # One of memory that does not begin with its storage would be pickled as what it is not:
+        # torch tells wrappers of other tensors by their data pointer, which is then not null.
+        made = dtensor_like(value, local.new_empty(0))
+        made._local_tensor = local
+        return made
     if not isinstance(value, torch.Tensor) or not is_plain_type(value) or value.is_meta:
         return value
     place = _C.shared_memory_of(value) if value.layout is torch.strided and value.numel() else None

@@ -207,9 +207,8 @@ class DirectWriter(StorageWriter):
     # The calls of a save, in their order.
 
     def storage_meta(self) -> StorageMeta:
+        self._take_over()
         if self._staging is not None:
-            # The first call on the thread that saves, but for `reset`, which not all saves make.
-            release_at_thread_end(self._staging)
             # Planners see tensors before they are given to this writer, and may do with them what
             # they like; but those that we know leave them alone.
             if not planners_are_known():
@@ -218,10 +217,21 @@ class DirectWriter(StorageWriter):
         return StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if self._staging is not None:
-            release_at_thread_end(self._staging)
+        self._take_over()
         if checkpoint_id is not None:
             self._path = _directory(checkpoint_id)
+
+    def _take_over(self) -> None:
+        """In the first calls on the thread that saves."""
+        staging = self._staging
+        if staging is None:
+            return
+        if staging.save_thread not in (None, threading.current_thread()):
+            # Of an asynchronous save before this one, which failed before it wrote.
+            staging.release()
+            self._staging = None
+        else:
+            release_at_thread_end(staging)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._rank = kwargs.get("rank") or 0

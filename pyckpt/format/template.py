@@ -6,16 +6,16 @@ pickle with places left for them, so that writing the metadata of thousands of i
 as copying it.
 
 Numbers are left room for by pickling, in the place of each, one so large that pickle spends eight
-bytes on it (opcode LONG1), drawn at random so that no other is like it; the bytes of the true
-number then go where those of the large one are found. Readers do not mind that small numbers take
-eight bytes. The pickle has protocol 3, which is not cut into frames, so that a path of another
-length may be put into it.
+bytes on it (opcode LONG1), and different from all others, also from those that a program has in
+its state dict, since it is drawn by lot; the bytes of the true number then go
+where those of the large one are found. Readers do not mind that small numbers take eight bytes. The
+pickle has protocol 3, which is not cut into frames, so that a path of another length may be put
+into it.
 """
 
 from __future__ import annotations
 
 import pickle
-import secrets
 import struct
 import uuid
 from collections.abc import Sequence
@@ -31,8 +31,6 @@ from pyckpt.format.metadata import seal
 
 __all__ = ["Template"]
 
-_BASE = 1 << 62  # with at least so many bits pickle takes eight bytes, and up to 63 it does
-_RANDOM_BITS = 61
 _LONG1 = b"\x8a\x08"
 _WORD = struct.Struct("<Q")
 _LENGTH = struct.Struct("<I")
@@ -58,12 +56,12 @@ class Template:
         values: list[int] = []
         path = uuid.uuid4().hex
         save_id = uuid.uuid4().hex
+        base = (1 << 62) + uuid.uuid4().int % (1 << 61)
         storage_data: dict[Any, Any] = {}
-        base = _BASE + secrets.randbits(_RANDOM_BITS)
         with collector_paused():
             for of_rank in results:
                 for result in of_rank:
-                    info, at = _with_room(result.storage_data, base, len(positions))
+                    info, at = _with_room(result.storage_data, base + len(positions))
                     storage_data[result.index] = info
                     positions += at
                     values += _values(result.storage_data)
@@ -123,20 +121,20 @@ def _values(info: _StorageInfo) -> list[int]:
     return [known[field] for field in _FIELDS]
 
 
-def _with_room(info: _StorageInfo, base: int, first: int) -> tuple[_StorageInfo, list[int]]:
+def _with_room(info: _StorageInfo, first: int) -> tuple[_StorageInfo, list[int]]:
     """A record with large numbers for those that may change, and which of its fields they are.
-    ``first`` is the number of the first field among those of all items."""
-    roomy = _StorageInfo(info.relative_path, base + first, info.length)
+    ``first`` is the first of the five large numbers."""
+    roomy = _StorageInfo(info.relative_path, first, info.length)
     is_object = vars(info).get("payload_length", info.length) == info.length
     at = [0, _KEPT, _KEPT, _KEPT, _KEPT]
     if is_object:
-        roomy.length = base + first + 1
+        roomy.length = first + 1
         at[1] = 0
     for i, field in enumerate(_FIELDS[2:], 2):
         if field not in vars(info):
             continue
         if field == "crc32" or (field == "payload_length" and is_object):
-            vars(roomy)[field] = base + first + i
+            vars(roomy)[field] = first + i
             at[i] = 0
         else:
             vars(roomy)[field] = vars(info)[field]
