@@ -5,16 +5,18 @@ TORCH ?= torch==2.13.0
 TORCH_CUDA ?= torch==2.11.0
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
+SOURCES := $(wildcard csrc/*.cpp csrc/*.cu csrc/*.h)
 
-.PHONY: demo test check format format-check lint types native cuda clean help
+.PHONY: demo test check format format-check lint types native mutants cuda gpu clean help
 
 help:
 	@echo "make demo    train, kill, resume: what pyckpt is for"
 	@echo "make test    the Python tests"
 	@echo "make check   format, lint, types, tests, native tests under sanitizers, the CUDA build"
 	@echo "make native  the native tests, plain and under the sanitizers"
+	@echo "make mutants take waits out of the CUDA path: the native tests must notice"
 	@echo "make cuda    compile and link with CUDA, in an environment of its own"
+	@echo "make gpu     on a machine with a GPU: build, tests marked cuda, sanitizers, benchmark"
 	@echo "make format  format the code"
 
 # The environment. Torch first and alone, so that its version is ours to choose.
@@ -41,11 +43,11 @@ check: format-check lint types native test cuda
 format: $(BIN)/.built
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	clang-format -i csrc/*.cpp csrc/*.h tests/native/*.cpp tests/native/*.h
+	clang-format -i csrc/*.cpp csrc/*.cu csrc/*.h tests/native/*.cpp tests/native/*.h
 
 format-check: $(BIN)/.built
 	$(BIN)/ruff format --check .
-	clang-format --dry-run --Werror csrc/*.cpp csrc/*.h tests/native/*.cpp tests/native/*.h
+	clang-format --dry-run --Werror csrc/*.cpp csrc/*.cu csrc/*.h tests/native/*.cpp tests/native/*.h
 
 lint: $(BIN)/.built
 	$(BIN)/ruff check .
@@ -56,9 +58,16 @@ types: $(BIN)/.built
 native:
 	$(MAKE) -C tests/native all-variants
 
+mutants:
+	$(PYTHON) tests/native/mutants.py
+
 # Compiled and linked against a torch that has CUDA; running it takes a GPU.
 cuda:
 	PYTHON="$(PYTHON)" TORCH_CUDA="$(TORCH_CUDA)" bash scripts/build_cuda.sh
+
+# With the torch of $(PYTHON) itself, built in the tree: a GPU machine may have no network.
+gpu:
+	PYTHON="$(PYTHON)" bash scripts/gpu.sh
 
 clean:
 	rm -rf build dist *.egg-info pyckpt/_C*.so pyckpt/_build.py $(VENV) $(VENV)-cuda

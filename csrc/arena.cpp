@@ -27,10 +27,15 @@ std::shared_ptr<Region> Arena::allocate(size_t size, Kind kind, bool pin) {
   };
   for (Segment& segment : segments_) {
     if (segment.kind != kind) continue;
-    if (std::byte* data = take(&segment, size)) {
+    std::byte* const data = take(&segment, size);
+    if (data == nullptr) continue;
+    try {
       if (pin) segment.buffer->pin();
-      return region(segment, data);
+    } catch (...) {
+      put_back(&segment, static_cast<size_t>(data - segment.buffer->data()), size);
+      throw;
     }
+    return region(segment, data);
   }
   Segment* const grown = add_segment(size, kind, pin);
   if (grown == nullptr) return nullptr;

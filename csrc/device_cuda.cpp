@@ -2,6 +2,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -25,11 +26,16 @@ void check(cudaError_t status, const char* call) {
                   cudaGetErrorString(status));
 }
 
+// For what nobody can be told of: destructors give things back as well as they can.
+void ignore(cudaError_t status) {
+  if (status != cudaSuccess) cudaGetLastError();
+}
+
 // The events of one device, used again and again: making one takes a lock of the driver.
 class EventPool {
  public:
   ~EventPool() {
-    for (cudaEvent_t event : free_) cudaEventDestroy(event);
+    for (cudaEvent_t event : free_) ignore(cudaEventDestroy(event));
   }
 
   // The device must be the thread's current one.
@@ -102,8 +108,8 @@ class CudaDevice : public Device {
   CudaDevice(const CudaDevice&) = delete;
   CudaDevice& operator=(const CudaDevice&) = delete;
   ~CudaDevice() override {
-    if (to_host_ != nullptr) cudaStreamDestroy(to_host_);
-    if (from_host_ != nullptr) cudaStreamDestroy(from_host_);
+    if (to_host_ != nullptr) ignore(cudaStreamDestroy(to_host_));
+    if (from_host_ != nullptr) ignore(cudaStreamDestroy(from_host_));
   }
 
   int index() const override { return index_; }
@@ -149,20 +155,24 @@ class CudaDevice : public Device {
   // there, in each process of a node.
   void enter() {
     check(cudaSetDevice(index_), "cudaSetDevice");
-    std::call_once(prepared_, [this] {
-      prepare_();
-      int same_addresses = 0;
-      check(cudaDeviceGetAttribute(&same_addresses, cudaDevAttrCanUseHostPointerForRegisteredMem,
-                                   index_),
-            "cudaDeviceGetAttribute");
-      packs_ = same_addresses != 0;
-      // Non-blocking: work on the program's default stream neither waits for a copy nor holds it
-      // up.
-      check(cudaStreamCreateWithFlags(&to_host_, cudaStreamNonBlocking),
-            "cudaStreamCreateWithFlags");
-      check(cudaStreamCreateWithFlags(&from_host_, cudaStreamNonBlocking),
-            "cudaStreamCreateWithFlags");
-    });
+    if (prepared_.load(std::memory_order_acquire)) return;
+    // Not std::call_once: where its function throws, as this may, other threads hang with some
+    // C libraries and sanitizers.
+    std::lock_guard lock(preparing_);
+    if (prepared_.load(std::memory_order_relaxed)) return;
+    prepare_();
+    int same_addresses = 0;
+    check(cudaDeviceGetAttribute(&same_addresses, cudaDevAttrCanUseHostPointerForRegisteredMem,
+                                 index_),
+          "cudaDeviceGetAttribute");
+    packs_ = same_addresses != 0;
+    // Non-blocking: work on the program's default stream neither waits for a copy nor holds it up.
+    // The first may be there from an attempt at which the second failed.
+    for (cudaStream_t* stream : {&to_host_, &from_host_}) {
+      if (*stream != nullptr) continue;
+      check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    }
+    prepared_.store(true, std::memory_order_release);
   }
 
   std::shared_ptr<Ticket> copy(const std::vector<Transfer>& transfers, cudaMemcpyKind kind,
@@ -174,8 +184,7 @@ class CudaDevice : public Device {
     } catch (...) {
       // What was queued before the error must not outlive the memory, of which the caller now
       // thinks that nobody uses it.
-      cudaStreamSynchronize(stream);
-      cudaGetLastError();
+      ignore(cudaStreamSynchronize(stream));
       throw;
     }
     return ticket;
@@ -202,7 +211,8 @@ class CudaDevice : public Device {
   const int index_;
   const std::function<void()> prepare_;
   const std::shared_ptr<EventPool> events_ = std::make_shared<EventPool>();
-  std::once_flag prepared_;
+  std::mutex preparing_;
+  std::atomic<bool> prepared_{false};
   // Constant once prepared.
   bool packs_ = false;
   cudaStream_t to_host_ = nullptr;
@@ -218,7 +228,7 @@ void register_host_memory(void* memory, size_t size) {
         "cudaHostRegister");
 }
 
-void unregister_host_memory(void* memory) noexcept { cudaHostUnregister(memory); }
+void unregister_host_memory(void* memory) noexcept { ignore(cudaHostUnregister(memory)); }
 
 std::shared_ptr<Device> make_cuda_device(int index, std::function<void()> prepare) {
   return std::make_shared<CudaDevice>(index, std::move(prepare));

@@ -80,6 +80,8 @@ std::shared_ptr<StageJob> Engine::start_stage(const std::vector<StageSource>& so
 
 std::shared_ptr<Device> Engine::cuda_device([[maybe_unused]] int index) {
 #ifdef PYCKPT_CUDA
+  check_process();
+  if (index < 0) throw std::invalid_argument("CUDA devices are numbered from 0 on");
   std::lock_guard lock(mutex_);
   check_open();
   const auto at = static_cast<size_t>(index);

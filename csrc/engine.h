@@ -46,8 +46,9 @@ class Engine {
 
   Arena& arena() { return *arena_; }
 
-  // The CUDA device of that index; the ring is registered with CUDA before its first copy. Throws
-  // CudaError in a build without CUDA.
+  // The CUDA device of that index; the ring is registered with CUDA before its first copy. Whether
+  // there is one shows at its first use. Throws std::invalid_argument; CudaError in a build without
+  // CUDA.
   std::shared_ptr<Device> cuda_device(int index);
 
   // Fails the jobs that run, with EngineClosed, and joins the threads. Idempotent.

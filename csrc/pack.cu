@@ -48,7 +48,10 @@ cudaError_t launch_pack(const Transfer* transfers, size_t count, cudaStream_t st
   Arguments arguments;
   std::memcpy(arguments.transfers, transfers, count * sizeof(Transfer));
   arguments.count = static_cast<unsigned>(count);
-  pack < <<count<kBlocks ? arguments.count : kBlocks, kThreads, 0, stream>>>(arguments);
+  const unsigned blocks = count < kBlocks ? arguments.count : kBlocks;
+  // clang-format off
+  pack<<<blocks, kThreads, 0, stream>>>(arguments);
+  // clang-format on
   return cudaGetLastError();
 }
 

@@ -49,10 +49,10 @@ PinnedBuffer::~PinnedBuffer() {
 
 void PinnedBuffer::pin() {
 #ifdef PYCKPT_CUDA
-  std::call_once(pin_once_, [this] {
-    register_host_memory(data_, size_);
-    pinned_ = true;
-  });
+  std::lock_guard lock(pinning_);
+  if (pinned_) return;
+  register_host_memory(data_, size_);
+  pinned_ = true;
 #endif
 }
 

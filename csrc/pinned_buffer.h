@@ -16,7 +16,7 @@ class PinnedBuffer {
   PinnedBuffer& operator=(const PinnedBuffer&) = delete;
   ~PinnedBuffer();
 
-  // Registers the memory with CUDA at the first call; nothing in a build without CUDA. May be
+  // Registers the memory with CUDA, once; nothing in a build without CUDA. May be
   // called from several threads. Throws CudaError.
   void pin();
 
@@ -31,8 +31,8 @@ class PinnedBuffer {
   std::byte* data_;
   size_t size_;
   int descriptor_ = -1;
-  std::once_flag pin_once_;
-  bool pinned_ = false;
+  std::mutex pinning_;
+  bool pinned_ = false;  // guarded by pinning_
 };
 
 }  // namespace pyckpt

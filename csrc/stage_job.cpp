@@ -122,7 +122,7 @@ void StageJob::place_small(Arena* arena, std::vector<size_t> indices,
   if (total > 0) {
     region = arena->allocate(total, options_.kind, options_.pin);
     if (!region) {
-      bytes_streamed_ += total;
+      for (const size_t i : indices) bytes_streamed_ += sources[i].size;
       return;
     }
   }

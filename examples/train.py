@@ -3,8 +3,8 @@
     python examples/train.py --checkpoints out/checkpoints
     python examples/train.py --checkpoints out/checkpoints --resume
 
-Nothing here is special to pyckpt but one line, the `storage_writer` of `dcp.async_save`. Resuming
-is plain `torch.distributed.checkpoint`, and does not import pyckpt.
+All that has to do with checkpoints is in `train`: a `pyckpt.Checkpointer`, its `restore`, and its
+`step`. Stop it with SIGTERM, or kill it, and resume.
 
 One JSON line is printed for each step, save and resume. Losses are printed as hexadecimal floats,
 which are exact, so that two runs can be compared bit for bit.
@@ -16,30 +16,22 @@ import argparse
 import hashlib
 import json
 import math
-import sys
 import sysconfig
-import threading
 import time
-import warnings
-from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import StorageWriter
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.nn import functional as F
 
-# A single process is what this script wants; DCP warns about it at each save and load.
-warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+import pyckpt
 
 VOCABULARY = 256  # one token is one byte
 WIDTH = 384
@@ -133,84 +125,70 @@ def learning_rate(step: int, steps: int) -> float:
 # ---------------------------------------------------------------------------------- checkpoints
 
 
-def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """What is saved, and the template of what is loaded.
+class SaveLog:
+    """Prints one line for each save, when it is committed."""
 
-    `get_optimizer_state_dict` creates the moments of an optimizer that has not stepped yet. The
-    empty `optimizer.state_dict()` of a fresh one would make `dcp.load` restore nothing, silently.
-    """
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-        "step": step,
-    }
+    def __init__(self) -> None:
+        self._last: pyckpt.SaveHandle | None = None
 
+    def add(self, handle: pyckpt.SaveHandle) -> None:
+        self.flush()
+        self._last = handle
 
-def newest_checkpoint(directory: Path) -> Path | None:
-    """The newest committed one: `.metadata` is written last, so without it a save is not one."""
-    return max((path.parent for path in directory.glob("step-*/.metadata")), default=None)
-
-
-def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    started = time.perf_counter()
-    state = training_state(model, optimizer, step=0)
-    dcp.load(state, checkpoint_id=path)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    log(
-        event="resume",
-        path=str(path),
-        step=state["step"],
-        seconds=time.perf_counter() - started,
-        pyckpt_imported="pyckpt" in sys.modules,
-    )
-    return int(state["step"])
-
-
-def writer_class(kind: str) -> Callable[[Path], StorageWriter]:
-    if kind == "stock":
-        return dcp.FileSystemWriter
-    import pyckpt  # here and not above, so that resuming is seen to do without it
-
-    return pyckpt.DirectWriter
-
-
-class BackgroundSave:
-    """One asynchronous save, with the time that it blocked training and the time to its commit."""
-
-    def __init__(self, writer: StorageWriter, path: Path, state: dict[str, Any]) -> None:
-        self.writer, self.path, self.step = writer, path, state["step"]
-        started = time.perf_counter()
-        response = dcp.async_save(state, storage_writer=writer)
-        self.blocked_seconds = time.perf_counter() - started
-        self.committed_seconds = math.nan
-        self._future: Future[Any] = (
-            response if isinstance(response, Future) else response.upload_completion
-        )
-
-        self._ended = threading.Event()
-
-        # The time is taken by the thread that commits: wait() may be called many steps later.
-        def committed(_: Future[Any]) -> None:
-            self.committed_seconds = time.perf_counter() - started
-            self._ended.set()
-
-        self._future.add_done_callback(committed)
-
-    def wait(self) -> None:
-        """Return when the checkpoint is committed; raise what made it fail."""
-        self._ended.wait()  # a future has its result a moment before it calls back
-        self._future.result()
-        statistics = getattr(self.writer, "statistics", None)  # DirectWriter has them
+    def flush(self) -> None:
+        """Wait for the last save; raise what made it fail."""
+        handle, self._last = self._last, None
+        if handle is None:
+            return
+        path = handle.wait()
+        statistics = handle.statistics
         log(
             event="save",
-            step=self.step,
-            writer=type(self.writer).__name__,
-            blocked_seconds=self.blocked_seconds,
-            committed_seconds=self.committed_seconds,
-            bytes=sum(file.stat().st_size for file in self.path.glob("*.distcp")),
-            direct=statistics is not None and statistics.direct,
+            step=handle.step,
+            writer="Checkpointer",
+            blocked_seconds=statistics.blocked_seconds,
+            committed_seconds=statistics.committed_seconds,
+            bytes=data_bytes(path),
+            direct=statistics.write is not None and statistics.write.direct,
         )
+
+
+def save_with_stock(state: dict[str, Any], directory: Path, step: int) -> None:
+    """The same state, as plain PyTorch saves it: for comparison. Waits until it is committed."""
+    path = directory / f"step-{step:08d}"
+    started = time.perf_counter()
+    response = dcp.async_save(
+        {
+            "model": get_model_state_dict(state["model"]),
+            "optimizer": get_optimizer_state_dict(state["model"], state["optimizer"]),
+        },
+        storage_writer=dcp.FileSystemWriter(path),
+    )
+    blocked_seconds = time.perf_counter() - started
+    future = response if isinstance(response, Future) else response.upload_completion
+
+    def committed(future: Future[Any]) -> None:
+        if future.exception() is None:
+            log(
+                event="save",
+                step=step,
+                writer="FileSystemWriter",
+                blocked_seconds=blocked_seconds,
+                committed_seconds=time.perf_counter() - started,
+                bytes=data_bytes(path),
+                direct=False,
+            )
+
+    # The time is taken by the thread that commits.
+    future.add_done_callback(committed)
+    STOCK_SAVES.append(future)
+
+
+STOCK_SAVES: list[Future[Any]] = []
+
+
+def data_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.distcp"))
 
 
 # ------------------------------------------------------------------------------------- training
@@ -225,46 +203,55 @@ def train(args: argparse.Namespace) -> None:
     text = load_text()
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    state = {"model": model, "optimizer": optimizer}
     log(event="start", parameters=sum(p.numel() for p in model.parameters()), text_bytes=len(text))
 
-    first = 1
-    if args.resume and (checkpoint := newest_checkpoint(args.checkpoints)):
-        first = resume(checkpoint, model, optimizer) + 1
-
-    main_writer, compared_writer = writer_class(args.writer), writer_class("stock")
-    save: BackgroundSave | None = None
-    for step in range(first, args.steps + 1):
+    saves = SaveLog()
+    with pyckpt.Checkpointer(
+        args.checkpoints,
+        every_steps=args.save_every,
+        keep_last=args.keep_last,
+        on_signals=("SIGTERM",),
+        when_busy="wait",  # the demo counts on every save
+    ) as checkpointer:
         started = time.perf_counter()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args.steps)
-        inputs, targets = batch_of(step, text, args.seed)
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        log(
-            event="step",
-            step=step,
-            loss=float(loss.item()).hex(),
-            seconds=time.perf_counter() - started,
-        )
-
-        # The two writers take turns, half a period apart: both save from the same training loop,
-        # and neither shares the disk or the processor with the other.
-        writer, directory = main_writer, args.checkpoints
-        if args.compare and (step + args.save_every // 2) % args.save_every == 0:
-            writer, directory = compared_writer, args.compare
-        elif step % args.save_every:
-            continue
-        if save:
-            save.wait()
-        # Zero padding makes the order of names the order of steps.
-        path = directory / f"step-{step:06d}"
-        save = BackgroundSave(writer(path), path, training_state(model, optimizer, step))
-
-    if save:
-        save.wait()
-    log(event="end", digest=digest(training_state(model, optimizer, args.steps)))
+        first = (checkpointer.restore(state) or 0) + 1 if args.resume else 1
+        if first > 1:
+            log(event="resume", step=first - 1, seconds=time.perf_counter() - started)
+        for step in range(first, args.steps + 1):
+            started = time.perf_counter()
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, args.steps)
+            inputs, targets = batch_of(step, text, args.seed)
+            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            log(
+                event="step",
+                step=step,
+                loss=float(loss.item()).hex(),
+                seconds=time.perf_counter() - started,
+            )
+            # The two take turns, half a period apart: both save from the same training loop, and
+            # neither shares the disk or the processor with the other.
+            if args.compare and (step + args.save_every // 2) % args.save_every == 0:
+                saves.flush()
+                save_with_stock(state, args.compare, step)
+            elif step % args.save_every == 0:
+                wait(STOCK_SAVES)
+            handle = checkpointer.step(step, state)
+            if handle is not None:
+                saves.add(handle)
+            if checkpointer.stop_requested:
+                break
+        saves.flush()
+        for future in STOCK_SAVES:
+            future.result()
+        log(event="statistics", text=str(checkpointer.statistics))
+    weights = get_model_state_dict(model)
+    moments = get_optimizer_state_dict(model, optimizer)
+    log(event="end", digest=digest({"model": weights, "optimizer": moments}))
 
 
 def digest(state: Any) -> str:
@@ -275,6 +262,9 @@ def digest(state: Any) -> str:
         if isinstance(value, dict):
             for key in sorted(value):
                 visit(value[key], f"{path}/{key}")
+        elif isinstance(value, list):
+            for number, item in enumerate(value):
+                visit(item, f"{path}/{number}")
         elif isinstance(value, Tensor):
             hasher.update(f"{path} {value.dtype} {tuple(value.shape)}\n".encode())
             hasher.update(value.detach().contiguous().numpy().data)
@@ -297,10 +287,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--save-every", type=int, default=8, metavar="STEPS")
     parser.add_argument(
-        "--writer",
-        choices=("direct", "stock"),
-        default="direct",
-        help="pyckpt.DirectWriter, or the FileSystemWriter of torch",
+        "--keep-last", type=int, metavar="N", help="checkpoints to keep (default: all)"
     )
     parser.add_argument(
         "--compare",
@@ -311,7 +298,7 @@ def main() -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue from the newest committed checkpoint, if there is one",
+        help="continue from the newest valid checkpoint, if there is one",
     )
     parser.add_argument("--threads", type=int, help="threads of torch (default: torch's own)")
     parser.add_argument("--seed", type=int, default=1)

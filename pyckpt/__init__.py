@@ -1,7 +1,9 @@
 """pyckpt: checkpoints for PyTorch at the speed of the disk.
 
-Save with `DirectWriter`, load with `load`, or with `DirectReader` and `LoadPlanner` wherever
-`torch.distributed.checkpoint` takes a reader and a planner.
+`Checkpointer` saves, finds, keeps and restores the checkpoints of a training loop. Its parts stand
+alone: `DirectWriter`, `PinnedStager` and `SavePlanner` save wherever `torch.distributed.checkpoint`
+takes a writer, a stager and a planner; `load`, or `DirectReader` and `LoadPlanner`, load; `optim`
+brings optimizer state to where its optimizer wants it.
 """
 
 from pyckpt._extension import check_extension
@@ -18,17 +20,27 @@ from pyckpt.dcp.stager import PinnedStager  # noqa: E402
 from pyckpt.dcp.writer import DirectWriter  # noqa: E402
 from pyckpt.engine import Engine, configure  # noqa: E402
 from pyckpt.statistics import ReadStatistics, WriteStatistics  # noqa: E402
+from pyckpt.train.checkpointer import Checkpointer  # noqa: E402
+from pyckpt.train.handle import SaveHandle  # noqa: E402
+from pyckpt.train.metrics import MetricState  # noqa: E402
+from pyckpt.train.per_rank import PerRank  # noqa: E402
+from pyckpt.train.rng import RngState  # noqa: E402
 
 __all__ = [
+    "Checkpointer",
     "Conversion",
     "DirectReader",
     "DirectWriter",
     "Engine",
     "LoadPlanner",
     "LoadReport",
+    "MetricState",
+    "PerRank",
     "PinnedStager",
     "ReadStatistics",
     "Replacement",
+    "RngState",
+    "SaveHandle",
     "SavePlanner",
     "WriteStatistics",
     "configure",

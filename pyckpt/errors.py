@@ -8,6 +8,7 @@
         ├── UnsafeCheckpoint         a file asks for a class that loading does not allow
         ├── LoadError                a checkpoint and the state it is loaded into do not fit
         ├── StagerBusy               saves under way leave no memory for another
+        ├── SaveError                a save failed, in different ways on different ranks perhaps
         ├── EngineClosed             an engine was used after ``close()``
         └── CudaError                a CUDA call failed
 
@@ -22,6 +23,7 @@ __all__ = [
     "EngineClosed",
     "LoadError",
     "PyckptError",
+    "SaveError",
     "StagerBusy",
     "UnsafeCheckpoint",
 ]
@@ -103,6 +105,16 @@ class LoadError(PyckptError):
 
 class StagerBusy(PyckptError):
     """Saves under way leave no memory for another, which was not to wait for it."""
+
+
+class SaveError(PyckptError):
+    """A save failed, in different ways on different ranks, or by an error that is neither an
+    ``OSError`` nor one of pyckpt's. ``failures`` has what each failing rank said, by rank.
+    """
+
+    def __init__(self, message: str, *, failures: dict[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.failures = failures or {}
 
 
 class EngineClosed(PyckptError):

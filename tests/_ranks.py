@@ -28,7 +28,9 @@ _CONTEXT.set_forkserver_preload(
         "torch._dynamo",  # which DTensor imports at its first use
         "torch.distributed.checkpoint.format_utils",
         "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
         "torch.distributed.tensor",
+        "torchmetrics",
     ]
 )
 

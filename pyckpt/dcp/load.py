@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,10 +19,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
 from pyckpt.collector import collector_paused
+from pyckpt.dcp.failures import Carried, error_of
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.planner import Create, LoadPlanner
-from pyckpt.dcp.report import LoadReport, some
-from pyckpt.errors import CorruptCheckpoint, LoadError, PyckptError, UnsafeCheckpoint
+from pyckpt.dcp.report import LoadReport
+from pyckpt.errors import LoadError
 
 __all__ = ["load"]
 
@@ -101,7 +101,7 @@ def load(
         failure = error
     if failure is not None:
         # Out of the handler, so that DCP's rendering of the same errors is not shown with them.
-        _raise(failure, alone)
+        raise error_of(failure, alone=alone, kind=LoadError, doing="loading")
     for key, value in states.items():
         entry = state_dict[key]
         if _is_stateful(entry):
@@ -130,10 +130,6 @@ def _finish(report: LoadReport, reader: Any, seconds: float) -> LoadReport:
 # --- errors -----------------------------------------------------------------------------------
 
 
-class _MetadataError(BaseException):
-    """Carries an error of ``read_metadata`` past DCP, which turns an Exception there into text."""
-
-
 class _HonestReader:
     """A reader whose errors in reading the metadata arrive as what they are."""
 
@@ -153,64 +149,11 @@ class _HonestReader:
                 if absent is None and has_rank_files and "rank" not in kwargs:
                     absent = error
                     raise
-                raise _MetadataError(absent or error) from error
+                raise Carried(absent or error) from error
             except Exception as error:
-                raise _MetadataError(error) from error
+                raise Carried(error) from error
 
         self.read_metadata = read_metadata
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
-
-
-def _raise(failure: CheckpointException, alone: bool) -> NoReturn:
-    """Raise an `Exception` for DCP's `CheckpointException`, which is none.
-
-    One kind of error that callers can act on keeps its class; anything else is a `LoadError`.
-    """
-    errors = {rank: _unwrapped(error) for rank, (error, _) in sorted(failure.failures.items())}
-    first = next(iter(errors.values()))
-    for error in errors.values():
-        if not isinstance(error, Exception):
-            raise error  # KeyboardInterrupt, SystemExit
-    actionable = isinstance(first, OSError | PyckptError)
-    if alone and actionable:
-        raise first
-    if actionable and all(type(error) is type(first) for error in errors.values()):
-        raise _with_ranks(first, list(errors)) from _chained(errors)
-    said = {rank: f"{type(error).__name__}: {error}" for rank, error in errors.items()}
-    text = "; ".join(what if alone else f"rank {rank}: {what}" for rank, what in said.items())
-    raise LoadError(f"loading failed: {text}", failures=said) from _chained(errors)
-
-
-def _unwrapped(error: BaseException) -> BaseException:
-    if isinstance(error, _MetadataError):
-        inner = error.args[0]
-        assert isinstance(inner, BaseException)
-        return inner
-    return error
-
-
-def _chained(errors: dict[int, BaseException]) -> BaseException:
-    """Return the first rank's error with those of the other ranks behind it."""
-    chain = list(errors.values())
-    for error, cause in itertools.pairwise(chain):
-        last = error
-        while last.__cause__ is not None and last.__cause__ is not cause:
-            last = last.__cause__
-        if last is not cause:
-            last.__cause__ = cause
-    return chain[0]
-
-
-def _with_ranks(error: BaseException, ranks: list[int]) -> BaseException:
-    """Copy an error, with the ranks that raised it in its message."""
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {some(ranks, 8)}"
-    if isinstance(error, OSError):
-        if error.errno is None:
-            return type(error)(f"{who}: {error}")
-        return type(error)(error.errno, f"{error.strerror} ({who})", error.filename)
-    assert isinstance(error, CorruptCheckpoint | UnsafeCheckpoint | LoadError | PyckptError)
-    copy = type(error)(f"{who}: {error}")
-    vars(copy).update(vars(error))
-    return copy

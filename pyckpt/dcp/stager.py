@@ -192,9 +192,11 @@ class PinnedStager:
             return self._begin(shape, leaves, wanted, direct=direct, skipped=skipped)
 
     def keep_failure(self, error: BaseException) -> None:
-        """Have the next save raise an error."""
+        """Have the next save raise an error. Not with the stager that all writers share: the next
+        one may have nothing to do with the one that failed."""
         with self._lock:
-            self._failure = self._failure or error
+            if self is not self.engine.__dict__.get("_stager"):
+                self._failure = self._failure or error
 
     def raise_failure(self) -> None:
         """Raise what was kept, once."""

@@ -94,10 +94,9 @@ def make_directory(path: Path, *, sync: bool) -> None:
         return
     make_directory(path.parent, sync=sync)
     try:
-        path.mkdir()
+        path.mkdir(exist_ok=True)  # another rank may have been faster
     except FileExistsError:
-        if not path.is_dir():  # another rank may have been faster
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
     if sync:
         sync_directory(path.parent)
 

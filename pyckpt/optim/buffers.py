@@ -55,8 +55,12 @@ class CudaBackend:
         address = buffer.data_ptr()
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(int(runtime.cudaHostRegister(address, nbytes, 0)))
-        weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address)
+        weakref.finalize(buffer.untyped_storage(), self._release, runtime, address)
         return buffer
+
+    def _release(self, runtime: Any, address: int) -> None:
+        self._stream.synchronize()  # a copy may still use it: steps are only ordered on the GPU
+        runtime.cudaHostUnregister(address)
 
     def copy_out(self, copies: Sequence[tuple[Tensor, UntypedStorage]]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -187,6 +187,8 @@ class _Pretend(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten._local_scalar_dense.default:
             self.reads += args[0].device.type != "cpu"
             return _some_number(args[0].dtype)
+        if func._schema.is_mutable and not func._schema.returns:
+            return None  # it only writes values, and not all such operations have a fake
         if func is aten.is_pinned.default:
             return hasattr(args[0], self._PINNED)
         # Fake tensors cannot be pinned; that these would have been is written on them.
@@ -279,21 +281,20 @@ def _natives(state: dict[Any, Any]) -> dict[Path, Native]:
         for key, value in state.items()
         if isinstance(value, int | float)
     }
-    mixed = set()
+    alike: dict[Path, dict[Path, Native]] = defaultdict(dict)
     for path, tensor in leaves(state):
         on_host = tensor.device.type == "cpu"
         pinned = on_host and _Pretend.is_pinned(tensor)
-        native = Native(
+        alike[any_index(state, path)][path] = Native(
             "pinned" if pinned else "host" if on_host else "device",
             tensor.dtype,
             tuple(tensor.shape),
         )
-        generic = any_index(state, path)
-        before = natives.setdefault(generic, native)
-        if (before.kind, before.dtype) != (native.kind, native.dtype):
-            mixed.add(generic)
-    for generic in mixed:
-        del natives[generic]
+    for generic, entries in alike.items():
+        if len({(native.kind, native.dtype) for native in entries.values()}) == 1:
+            natives[generic] = next(iter(entries.values()))
+        else:
+            natives.update(entries)  # a list whose entries differ is known only by their indices
     return natives
 
 
@@ -309,7 +310,8 @@ def _count_reads(
             usual, pretend.reads = pretend.reads, 0
             state = clone.state[params[0]]
             tensor = functools.reduce(lambda entry, key: entry[key], path, state)
-            replace(state, path, torch.empty_like(tensor, device=device_type))
+            elsewhere = torch.empty(tensor.shape, dtype=tensor.dtype, device=device_type)
+            replace(state, path, elsewhere)
             _bare_step(clone)
         except Exception:
             return None
@@ -372,7 +374,7 @@ def _clone(
         options["foreach"] = specs[0].device_type in ("cuda", "xpu") and not options.get(
             "differentiable"
         )
-    cls = type(optimizer)
+    cls: Any = type(optimizer)
     clone: Any = object.__new__(_unhooked_class(cls))
     attributes = {
         name: _harmless(value)

@@ -112,12 +112,13 @@ def move(optimizer: Any, device: torch.device | str | None = None) -> None:
                 if goal is not None and goal != _device_of(tensor):
                     owners.append((state, path))
                     requests.append(Request(tensor, goal))
-        for group in member.param_groups:
-            for path, tensor in list(leaves(group)):
-                if path[0] == "params" or tensor.device.type == "cpu" or not group["params"]:
-                    continue
-                goal = target or _device_of(group["params"][0])
-                if goal != tensor.device:
+        for index, group in enumerate(member.param_groups):
+            if not group["params"]:
+                continue
+            for path, tensor in leaves({k: v for k, v in group.items() if k != "params"}):
+                wanted = resolver.wanted_in_group(index, path, tensor)
+                goal = _goal(wanted, tensor, target or _device_of(group["params"][0]))
+                if goal is not None and goal != tensor.device:
                     owners.append((group, path))
                     requests.append(Request(tensor, goal))
     _replace_all(owners, place(requests))
@@ -159,30 +160,39 @@ class Entry:
 
 
 def _states(optimizer: Any) -> Iterator[tuple[int, Tensor, Any]]:
-    """Each parameter's state with the index of its group; then what belongs to no parameter, as if
-    to the first."""
-    seen = set()
-    for index, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            if param in optimizer.state:
-                seen.add(id(param))
-                yield index, param, optimizer.state[param]
+    """Each parameter's state with the index of its group; what belongs to no parameter as if to the
+    first."""
+    groups = {
+        id(param): index
+        for index, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+    }
     first = next((g["params"][0] for g in optimizer.param_groups if g["params"]), None)
-    if first is None:
-        return
     for key, state in optimizer.state.items():
-        if id(key) not in seen:
-            yield 0, first, state
+        index = groups.get(id(key))
+        if index is not None:
+            yield index, key, state
+        elif first is not None:
+            yield groups[id(first)], first, state
 
 
 def misplaced(optimizer: Any, *, exact: bool = False) -> list[Entry]:
     resolver = Resolver(optimizer)
     entries = []
     for index, param, state in _states(optimizer):
-        for path, tensor in leaves(state):
-            wanted = resolver.wanted(index, param, path, state, tensor)
-            if not _is_home(optimizer, wanted, tensor, exact=exact):
-                entries.append(Entry(optimizer, index, param, state, path, tensor, wanted))
+        table = resolver.table(index, param)
+        for key, value in state.items() if isinstance(state, dict) else ():
+            native = table.get(key)
+            # Nearly all are where they belong, and there may be many: the quick look comes first.
+            if native is not None and isinstance(value, Tensor):
+                if value.dtype == native[1] and value.device == native[0]:
+                    continue
+            elif not isinstance(value, Tensor | dict | list | tuple):
+                continue
+            for path, tensor in leaves(value, (key,)):
+                wanted = resolver.wanted(index, param, path, state, tensor)
+                if not _is_home(optimizer, wanted, tensor, exact=exact):
+                    entries.append(Entry(optimizer, index, param, state, path, tensor, wanted))
     return entries
 
 

@@ -184,7 +184,10 @@ class Offloader:
                 [
                     storage
                     for identity, (storage, where) in found.items()
-                    if where == device and identity not in kept and storage.nbytes()
+                    if where == device
+                    and identity not in kept
+                    and storage.nbytes()
+                    and storage.resizable()  # not where another library owns the memory
                 ],
             )
         ]

@@ -108,8 +108,7 @@ def placement(optimizer: Any) -> Placements:
                 }
                 live = member.state.get(param, {})
                 for path, tensor in leaves(live):
-                    if entries.pop(_name(any_index(live, path)), None) is not None:
-                        pass  # said below, under the index that it has
+                    entries.pop(_name(any_index(live, path)), None)  # it has an index now
                     entries[_name(path)] = resolver.wanted(index, param, path, live, tensor)
                 state[param] = entries
     return Placements(state, groups)
@@ -235,6 +234,7 @@ class Resolver:
         self._rule = rule_for(type(optimizer))
         self._by_group: dict[int, dict[Spec, Learned]] = {}
         self._tables: dict[tuple[int, Spec], dict[Path, Placement]] = {}
+        self._quick: dict[Any, dict[Hashable, tuple[Any, torch.dtype | None]]] = {}
 
     def spec(self, param: Tensor) -> Spec:
         return Spec.of(param, self._device_type)
@@ -250,6 +250,24 @@ class Resolver:
                 path: Placement(native.kind, native.dtype) for path, native in natives.items()
             }
         return self._tables[key]
+
+    def table(self, index: int, param: Tensor) -> dict[Hashable, tuple[Any, torch.dtype | None]]:
+        """The device and dtype that each key at the top of the parameter's state has when it
+        certainly is where it belongs."""
+        key = (index, type(param), param.device, param.dtype, param.shape)
+        table = self._quick.get(key)
+        if table is None:
+            completed = {
+                path: self.completed(native, param)
+                for path, native in self.learned(index, param).items()
+            }
+            table = self._quick[key] = {
+                path[0]: (native.device, native.dtype)
+                for path, native in completed.items()
+                # Whether memory is pinned takes a closer look, and so does where a DTensor is.
+                if len(path) == 1 and native.kind in ("host", "device") and not is_dtensor(param)
+            }
+        return table
 
     def shape(self, index: int, param: Tensor, generic: Path) -> tuple[int, ...] | None:
         """The shape that the tensor at that path natively has, where it was learned."""

@@ -63,7 +63,7 @@ def _of_class(value: dict[Any, Any], entries: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def replace(container: Any, path: Path, new: Tensor) -> Any:
-    """Put ``new`` at ``path``, in place but for tuples, which are made anew; returns the container."""
+    """Put ``new`` at ``path``, in place but for tuples; returns the container."""
     if not path:
         return new
     head: Any = path[0]

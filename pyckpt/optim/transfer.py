@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +18,7 @@ __all__ = ["Request", "place"]
 _PACKED_BYTES = 64 << 10
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A tensor, and where it is to be. ``dtype`` None keeps its own."""
 
     tensor: Tensor
@@ -50,32 +48,40 @@ def place(requests: Sequence[Request]) -> list[Tensor]:
     first: dict[tuple[Any, ...], int] = {}
     same_as: dict[int, int] = {}
     shared = _shared_storages(requests)
-    locals_ = [on_local_shard(request.tensor) for request in requests]
-    for index, request in enumerate(requests):
-        key = (id(request.tensor), request.device, request.target_dtype, request.pinned)
+    shards: dict[int, tuple[Tensor, Callable[[Tensor], Tensor]]] = {}
+    for index, (tensor, device, dtype, pinned) in enumerate(requests):
+        key = (id(tensor), device, dtype or tensor.dtype, pinned)
         if first.setdefault(key, index) != index:
             same_as[index] = first[key]
             continue
-        local = locals_[index][0]
         if index in shared:
             continue
-        small = is_plain(local) and local.numel() * local.element_size() <= _PACKED_BYTES
-        if small and local.device != request.device:
-            packed[local.device, request.device, request.pinned].append(index)
-        else:
-            alone.append(index)
+        plain = is_plain(tensor)
+        if plain and tensor.device != device and tensor.nbytes <= _PACKED_BYTES:
+            packed[tensor.device, device, pinned].append(index)
+            continue
+        if not plain:
+            shards[index] = on_local_shard(tensor)
+        alone.append(index)
     for (_, device, pinned), indices in packed.items():
-        sources = [(locals_[i][0], requests[i].target_dtype) for i in indices]
+        sources = [(requests[i].tensor, requests[i].target_dtype) for i in indices]
         results.update(zip(indices, _place_packed(sources, device, pinned), strict=True))
     for index in alone:
         request = requests[index]
-        results[index] = _place_alone(locals_[index][0], request)
-    for group in _by_storage(requests, shared).values():
+        if index in shards:
+            local, rewrapped = shards[index]
+            results[index] = rewrapped(_place_alone(local, request))
+        else:
+            results[index] = _place_alone(request.tensor, request)
+    for group in _by_storage(shared).values():
         results.update(zip(group, _place_shared([requests[i] for i in group]), strict=True))
-    to_host = [i for i in (*alone, *shared) if requests[i].device.type == "cpu"]
-    _finish([locals_[index][0] for index in to_host])
-    for index in list(results):
-        results[index] = locals_[index][1](results[index])
+    _finish(
+        [
+            shards[index][0] if index in shards else requests[index].tensor
+            for index in (*alone, *shared)
+            if requests[index].device.type == "cpu"
+        ]
+    )
     for index, original in same_as.items():
         results[index] = results[original]
     return [results[index] for index in range(len(requests))]
@@ -135,8 +141,15 @@ def _taken_apart(flat: Tensor, like: list[Tensor], pinned: bool) -> list[Tensor]
 
 def _place_alone(local: Tensor, request: Request) -> Tensor:
     if not is_plain(local):
-        # A class of its own knows how it moves; its dtype says nothing about how it stores.
-        return local.to(request.device, copy=True)
+        # A class that wraps tensors, as quantised state does: its dtype is not that of its memory.
+        wrapped: Any = local
+        names, context = wrapped.__tensor_flatten__()
+        parts = [getattr(wrapped, name) for name in names]
+        copies = [_place_alone(p, Request(p, request.device, None, request.pinned)) for p in parts]
+        result: Tensor = type(wrapped).__tensor_unflatten__(
+            dict(zip(names, copies, strict=True)), context, wrapped.size(), wrapped.stride()
+        )
+        return result
     new = torch.empty_like(
         local,
         dtype=request.target_dtype,
@@ -161,32 +174,28 @@ def _is_real_cuda(device: torch.device, tensor: Tensor) -> bool:
 # --- shared memory ----------------------------------------------------------------------------
 
 
-def _storage_key(request: Request) -> tuple[Any, ...] | None:
-    tensor = request.tensor
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
-        return None
-    storage = tensor.untyped_storage()
-    return storage._cdata, tensor.dtype, request.device, request.target_dtype, request.pinned
-
-
 def _shared_storages(requests: Sequence[Request]) -> dict[int, tuple[Any, ...]]:
     """The requests whose tensors are parts of a memory that another one's is a part of too."""
-    owners: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    by_storage: dict[int, list[int]] = {}
     for index, request in enumerate(requests):
-        key = _storage_key(request)
-        if key is not None:
-            owners[key].append(index)
-    return {
-        index: key
-        for key, indices in owners.items()
-        if len({id(requests[index].tensor) for index in indices}) > 1
-        for index in indices
-    }
+        tensor = request.tensor
+        if type(tensor) is Tensor and tensor.layout is torch.strided:
+            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(index)
+    shared: dict[int, tuple[Any, ...]] = {}
+    for storage, indices in by_storage.items():
+        if len(indices) == 1:
+            continue
+        owners: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        for index in indices:
+            r = requests[index]
+            owners[storage, r.tensor.dtype, r.device, r.target_dtype, r.pinned].append(index)
+        for key, group in owners.items():
+            if len({id(requests[index].tensor) for index in group}) > 1:
+                shared.update(dict.fromkeys(group, key))
+    return shared
 
 
-def _by_storage(
-    requests: Sequence[Request], shared: dict[int, tuple[Any, ...]]
-) -> dict[tuple[Any, ...], list[int]]:
+def _by_storage(shared: dict[int, tuple[Any, ...]]) -> dict[tuple[Any, ...], list[int]]:
     groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for index, key in shared.items():
         groups[key].append(index)

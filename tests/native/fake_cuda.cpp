@@ -351,6 +351,7 @@ void FakeCuda::free(std::byte* memory) {
   std::lock_guard lock(w.mutex);
   if (is_touched(w, {memory, w.allocations.at(memory).size})) {
     misuse(w, "device memory was freed while a queued copy touches it");
+    return;
   }
   w.allocations.erase(memory);
 }

@@ -143,7 +143,7 @@ TEST_F(FakeCudaTest, ALostDeviceDoesNothingMore) {
   say(a_, "1");
   cudaEventRecord(event, a_);
   auto waiter = std::async(std::launch::async, [&] { return cudaEventSynchronize(event); });
-  ASSERT_TRUE(cuda_.blocked(1));
+  EXPECT_TRUE(cuda_.blocked(1));
   cuda_.lose(0);
   EXPECT_EQ(waiter.get(), cudaErrorLaunchFailure);
   EXPECT_EQ(cudaEventRecord(event, a_), cudaErrorLaunchFailure);

@@ -143,7 +143,7 @@ TEST_F(StageCudaTest, TheGuardWaitsUntilCopiesAreQueued) {
   other.size = 4096;
   other.device = device;
   write->add(nullptr, other);
-  ASSERT_TRUE(cuda_.blocked(1));
+  EXPECT_TRUE(cuda_.blocked(1));
   std::byte* const memory = on_device(0, "before");
   const auto job = stage(&engine, {source(device, memory, 6, true)}, {{device, program}});
   auto guard = beside([&] {
@@ -366,7 +366,7 @@ TEST_F(StageCudaTest, TheMemoryOfAJobIsNotGivenBackWhileItIsWrittenTo) {
         stage(&engine, {source(device, on_device(0, "abc"), 3, guarded)}, {{device, program}});
     job->wait_host();
     auto first = beside([&] { job->release_regions(); });
-    ASSERT_TRUE(cuda_.blocked(1));
+    EXPECT_TRUE(cuda_.blocked(1));
     auto second = beside([&] { job->release_regions(); });
     EXPECT_TRUE(cuda_.blocked(2));
     EXPECT_GT(engine.arena().used_bytes(), 0u);
@@ -397,7 +397,7 @@ TEST_F(StageCudaTest, TheGuardHoldsWhileMemoryIsGivenBack) {
   std::byte* const memory = on_device(0, "before");
   const auto job = stage(&engine, {source(device, memory, 6, true)}, {{device, program}});
   auto release = beside([&] { job->release_regions(); });
-  ASSERT_TRUE(cuda_.blocked(1));
+  EXPECT_TRUE(cuda_.blocked(1));
   job->hold(device, program);
   write_later(program, memory, "behind");
   cuda_.settle();

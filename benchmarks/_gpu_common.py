@@ -1,0 +1,298 @@
+"""Where `gpu.py` runs, how large, and the model that it trains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import MIB, Report, Sample, State, WrongBytes
+from _savers import Saver, Stock, StockDefaultStager, TorchCheckpointing
+from torch import Tensor, nn
+from torch.nn import functional
+
+GIB = 1 << 30
+
+OURS = "pyckpt"
+BARE = "bare pinned copy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How large everything is."""
+
+    staging_bytes: int
+    large_tensors: int = 128
+    small_tensors: int
+    small_tensor_bytes: int = 16 << 10
+    storage_bytes: int
+    offload_bytes: int
+    attempt_bytes: int
+    """Of a state whose copy must still be on its way when the state is overwritten."""
+    attempts: int
+    rounds: int
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    context: int
+    batch: int
+    steps: int
+    """Before and after a save."""
+    parameters: int
+    """Of the optimizer with many."""
+
+
+SMOKE = Scale(
+    staging_bytes=2 * MIB,
+    large_tensors=4,
+    small_tensors=50,
+    small_tensor_bytes=1000,
+    storage_bytes=2 * MIB,
+    offload_bytes=1 * MIB,
+    attempt_bytes=1 * MIB,
+    attempts=1,
+    rounds=1,
+    layers=1,
+    width=32,
+    heads=2,
+    vocabulary=64,
+    context=16,
+    batch=2,
+    steps=2,
+    parameters=5,
+)
+
+
+def scale_of(device: torch.device) -> Scale:
+    """What fits this GPU and this host, up to what the issue of the GPU suite asks for."""
+    free, _ = torch.cuda.mem_get_info(device)
+    host = available_memory()
+    # Ours, DefaultStager's and the bare copy's pinned memory are there at a time, and page cache.
+    staging = min(16 * GIB, free // 4, host // 8)
+    # Parameters, gradients and AdamW's state in float32, of which all but the gradients are saved
+    # three times in host memory; activations beside them.
+    parameters = min(free // 40, host // 60)
+    width = 2048
+    layers = max(2, min(24, (parameters - 50304 * width) // (12 * width**2)))
+    return Scale(
+        staging_bytes=staging // MIB * MIB,
+        small_tensors=20_000,
+        storage_bytes=min(4 * GIB, staging),
+        offload_bytes=min(4 * GIB, staging),
+        attempt_bytes=min(GIB, staging),
+        attempts=5,
+        rounds=5,
+        layers=layers,
+        width=width,
+        heads=16,
+        vocabulary=50304,
+        context=1024,
+        batch=4,
+        steps=20,
+        parameters=500,
+    )
+
+
+def available_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo has no MemAvailable")
+
+
+@dataclass
+class Setting:
+    """What every section is given. Without CUDA the same code runs on CPU tensors, as a test of
+    itself: it measures nothing."""
+
+    report: Report
+    directory: Path
+    device: torch.device
+    scale: Scale
+    deadline: float
+    """By ``time.monotonic``: what does not fit before it is left out, with a note."""
+    rival: TorchCheckpointing | None = None
+    traces: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    """Step times of training, for the plots: saver -> phase -> milliseconds."""
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def path(self) -> Path:
+        return self.directory / "checkpoint"
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def side_stream(self) -> AbstractContextManager[Any]:
+        """A stream of its own, ordered behind the current one; the current one is ordered behind it
+        at the end."""
+        return _side_stream() if self.cuda else nullcontext()
+
+    def sleep(self, milliseconds: float) -> None:
+        """Keep the current stream busy for about so long; the host goes on."""
+        if self.cuda:
+            torch.cuda._sleep(int(milliseconds * 1.5e6))  # type: ignore[no-untyped-call]
+
+    def empty_cache(self) -> None:
+        if self.cuda:
+            torch.cuda.empty_cache()
+
+    def time_for(self, seconds: float, what: str) -> bool:
+        """Whether there is time for something that takes about so long."""
+        left = self.deadline - time.monotonic()
+        if seconds <= left:
+            return True
+        self.report.note(f"left out for want of time ({left:.0f} s are left): {what}")
+        return False
+
+    def peers(self) -> list[Saver]:
+        """Others, with all that this device offers. Who calls closes them, but the rival."""
+        rivals: list[Saver] = [] if self.rival is None else [self.rival]
+        return [Stock(), StockDefaultStager(cuda=self.cuda), *rivals]
+
+    def close_peers(self, peers: list[Saver]) -> None:
+        for peer in peers:
+            if peer is not self.rival:
+                peer.close()
+
+
+@contextmanager
+def _side_stream() -> Iterator[None]:
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    current = torch.cuda.current_stream()
+    stream.wait_stream(current)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)  # type: ignore[no-untyped-call]
+
+
+# --- states -----------------------------------------------------------------------------------
+
+
+def tensors_of(setting: Setting, count: int, nbytes: int) -> State:
+    """``count`` tensors of ``nbytes`` each, in allocations of their own, all different."""
+    elements = max(1, nbytes // 4)
+    return {
+        "model": {
+            f"weight.{i:05d}": torch.full((elements,), i, dtype=torch.int32, device=setting.device)
+            for i in range(count)
+        }
+    }
+
+
+def on_device(state: State, device: torch.device) -> State:
+    """A copy of a state, for comparing."""
+    return {
+        group: {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        for group, tensors in state.items()
+    }
+
+
+def must_equal_on_device(found: Any, expected: State, who: str) -> None:
+    """Compare where the expected tensors are, which for a GPU's is faster, and wait once for each
+    group only."""
+    for group, tensors in expected.items():
+        differ: list[Tensor] = []
+        for name, tensor in tensors.items():
+            other = found[group][name]
+            if other.dtype != tensor.dtype or other.shape != tensor.shape:
+                raise WrongBytes(f"{who}: {group}.{name} is not what was saved")
+            differ.append((other.to(tensor.device) != tensor).any().cpu())
+        if differ and torch.stack(differ).any():
+            wrong = [name for name, one in zip(tensors, differ, strict=True) if one]
+            raise WrongBytes(f"{who}: {group}: {len(wrong)} of {len(tensors)} wrong: {wrong[0]}")
+
+
+def timed_on_device(setting: Setting, action: Callable[[], Any]) -> Sample:
+    """Seconds until the device is through, and until the call returned."""
+    setting.synchronize()
+    start = time.perf_counter()
+    action()
+    returned = time.perf_counter() - start
+    setting.synchronize()
+    return {"seconds": time.perf_counter() - start, "blocked_seconds": returned}
+
+
+# --- the model --------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, scale: Scale) -> None:
+        super().__init__()
+        self.heads = scale.heads
+        self.norm_1 = nn.LayerNorm(scale.width)
+        self.qkv = nn.Linear(scale.width, 3 * scale.width)
+        self.out = nn.Linear(scale.width, scale.width)
+        self.norm_2 = nn.LayerNorm(scale.width)
+        self.up = nn.Linear(scale.width, 4 * scale.width)
+        self.down = nn.Linear(4 * scale.width, scale.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (
+            part.view(batch, length, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1)
+        )
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        added: Tensor = self.down(functional.gelu(self.up(self.norm_2(x))))
+        return x + added
+
+
+class GPT(nn.Module):
+    """As in GPT-2, with a head of its own."""
+
+    def __init__(self, scale: Scale) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(scale.vocabulary, scale.width)
+        self.positions = nn.Embedding(scale.context, scale.width)
+        self.blocks = nn.ModuleList(Block(scale) for _ in range(scale.layers))
+        self.norm = nn.LayerNorm(scale.width)
+        self.head = nn.Linear(scale.width, scale.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+@dataclass
+class Training:
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    compute: Callable[[], Tensor]
+    """Forward and backward; returns the loss."""
+    tokens: int
+    """Of a step."""
+
+
+def gpt_training(setting: Setting, scale: Scale) -> Training:
+    """A GPT, AdamW, and a batch that stays the same; bfloat16 by autocast."""
+    torch.manual_seed(6)
+    with setting.device:
+        model = GPT(scale)
+        batch = torch.randint(scale.vocabulary, (scale.batch, scale.context + 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def compute() -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast(setting.device.type, torch.bfloat16):
+            logits = model(batch[:, :-1])
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    compute()
+    optimizer.step()
+    return Training(model, optimizer, compute, scale.batch * scale.context)

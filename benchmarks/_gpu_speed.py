@@ -1,0 +1,432 @@
+"""Sections of `gpu.py`: staging, writing and loading, offloading."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import (
+    MIB,
+    Sample,
+    State,
+    Variant,
+    drop_page_cache,
+    gigabytes_per_second,
+    interleave,
+    nbytes,
+    remove,
+    set_zero,
+    zeros_like,
+)
+from _gpu_common import BARE, OURS, Setting, must_equal_on_device, tensors_of, timed_on_device
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+import pyckpt
+from pyckpt.optim import Offloader
+
+DEFAULT = "DefaultStager, as in async_save"
+DEFAULT_ALL = "DefaultStager, all options"
+RIVAL = "torch_checkpointing's stager"
+
+
+def _milliseconds(seconds: float) -> float:
+    return seconds * 1e3
+
+
+# --- staging ----------------------------------------------------------------------------------
+
+
+def measure_staging(setting: Setting) -> None:
+    scale = setting.scale
+    host = torch.empty(scale.staging_bytes, dtype=torch.uint8, pin_memory=setting.cuda)
+    groups = (
+        ("large", scale.large_tensors, scale.staging_bytes // scale.large_tensors, 0.95),
+        ("small", scale.small_tensors, scale.small_tensor_bytes, 0.8),
+        ("many", scale.small_tensors, scale.staging_bytes // scale.small_tensors, 0.8),
+    )
+    for group, count, size, target in groups:
+        if setting.time_for(60, f"staging of {count:,} tensors of {size:,} bytes"):
+            _measure_staging_of(setting, f"staging {group}", count, size, target, host)
+
+
+def _measure_staging_of(
+    setting: Setting, group: str, count: int, size: int, target: float, host: torch.Tensor
+) -> None:
+    report = setting.report
+    state = tensors_of(setting, count, size)
+    total = nbytes(state)
+    variants = [_bare_variant(setting, total, host)]
+    engine = pyckpt.Engine(max_pinned_bytes=total + count * 4096 + 256 * MIB)
+    stager = pyckpt.PinnedStager(engine=engine)
+    _measure_registration(setting, group, state, stager)
+    variants.append(_staging_variant(setting, OURS, state, stager.stage))
+    pinned = StagingOptions(
+        use_pinned_memory=setting.cuda,
+        use_shared_memory=True,
+        use_async_staging=True,
+        use_non_blocking_copy=setting.cuda,
+    )
+    peers: list[tuple[str, Any]] = [
+        (DEFAULT, DefaultStager(StagingOptions(False, False, False, False))),
+        (DEFAULT_ALL, DefaultStager(pinned)),
+    ]
+    if setting.rival is not None:
+        from torch_checkpointing.staging import CheckpointStagerConfig
+        from torch_checkpointing.staging import DefaultStager as RivalStager
+
+        peers.append((RIVAL, RivalStager(CheckpointStagerConfig())))
+    variants += [_staging_variant(setting, name, state, peer.stage) for name, peer in peers]
+    try:
+        report.add(
+            group,
+            interleave(
+                variants,
+                setting.scale.rounds,
+                before=setting.synchronize,
+                console=report.console,
+                title=f"{group}: {count:,} tensors, {total / 1e9:.2f} GB",
+                quiet=True,
+            ),
+        )
+    finally:
+        for _, peer in peers:
+            peer.close()
+        stager.close()
+        engine.close()
+    report.table(
+        f"Staging, {group}",
+        group,
+        {"seconds": gigabytes_per_second(total), "blocked_seconds": ("blocked ms", _milliseconds)},
+    )
+    report.target(
+        f"{group}: GB/s over that of the {BARE}",
+        report.ratio(group, BARE, OURS),
+        at_least=target,
+    )
+    blocked = report.median(group, OURS, "blocked_seconds")
+    report.target(
+        f"{group}: blocked, a thousand tensors",
+        None if blocked is None else _milliseconds(blocked) / max(1.0, count / 1000),
+        at_most=2,
+        unit="ms",
+    )
+
+
+def _bare_variant(setting: Setting, total: int, host: torch.Tensor) -> Variant:
+    """One copy of as many bytes: what the bus can do."""
+    source = torch.ones(total, dtype=torch.uint8, device=setting.device)
+    target = host[:total] if total <= host.numel() else torch.empty_like(source, device="cpu")
+    return Variant(
+        BARE,
+        run=lambda: timed_on_device(setting, lambda: target.copy_(source, non_blocking=True)),
+    )
+
+
+def _staging_variant(
+    setting: Setting, name: str, state: State, stage: Callable[[State], Any]
+) -> Variant:
+    # The copies are let go of before the next are made, as after a save.
+    copies: list[Any] = []
+
+    def run() -> Sample:
+        copies.clear()
+        setting.synchronize()
+        start = time.perf_counter()
+        result = stage(state)
+        blocked = time.perf_counter() - start
+        if isinstance(result, Future):
+            result = result.result()
+        seconds = time.perf_counter() - start
+        copies.append(result)
+        return {"seconds": seconds, "blocked_seconds": blocked}
+
+    def check() -> None:
+        must_equal_on_device(copies[0], state, name)
+
+    return Variant(name, run=run, check=check, clean=copies.clear)
+
+
+def _measure_registration(
+    setting: Setting, group: str, state: State, stager: pyckpt.PinnedStager
+) -> None:
+    """What prewarm takes, and the first save with and without it."""
+    budget = stager.engine.max_pinned_bytes
+    with pyckpt.Engine(max_pinned_bytes=budget) as cold_engine:
+        cold = pyckpt.PinnedStager(engine=cold_engine)
+        first_cold = timed_on_device(setting, lambda: cold.stage(state).result())
+        cold.close()
+    prewarm = timed_on_device(setting, lambda: stager.prewarm(state))
+    first_warm = timed_on_device(setting, lambda: stager.stage(state).result())
+    for name, sample in (
+        ("prewarm", prewarm),
+        ("first, after prewarm", first_warm),
+        ("first, without prewarm", first_cold),
+    ):
+        setting.report.add(f"{group}, memory", {name: [sample]})
+    setting.report.table(
+        f"Taking and registering memory, {group}",
+        f"{group}, memory",
+        {"seconds": ("ms", _milliseconds)},
+    )
+
+
+# --- writing and loading ----------------------------------------------------------------------
+
+_IO_BLOCK = 8 * MIB
+_IO_DEPTH = 16
+BARE_DISK = "bare direct I/O, 8 MiB blocks, depth 16"
+
+
+@contextmanager
+def _bare_file(path: Path, size: int, flags: int) -> Iterator[Callable[[Callable[..., int]], None]]:
+    """Gives a function that does so many blocks of a file by pwritev or preadv, in 16 threads."""
+    try:
+        descriptor = os.open(path, flags | os.O_DIRECT, 0o644)
+    except OSError:  # a file system without direct I/O
+        descriptor = os.open(path, flags, 0o644)
+    blocks = -(-size // _IO_BLOCK)
+    buffers = [mmap.mmap(-1, _IO_BLOCK) for _ in range(_IO_DEPTH)]
+
+    def work(operate: Callable[..., int], lane: int) -> None:
+        for block in range(lane, blocks, _IO_DEPTH):
+            if operate(descriptor, [buffers[lane]], block * _IO_BLOCK) != _IO_BLOCK:
+                raise RuntimeError(f"{path}: a short transfer")
+
+    def all_lanes(operate: Callable[..., int]) -> None:
+        with ThreadPoolExecutor(_IO_DEPTH) as pool:
+            for done in [pool.submit(work, operate, lane) for lane in range(_IO_DEPTH)]:
+                done.result()
+
+    try:
+        yield all_lanes
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+        for buffer in buffers:
+            buffer.close()
+
+
+def _bare_write(path: Path, size: int) -> None:
+    with _bare_file(path, size, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as do:
+        do(os.pwritev)
+
+
+def _bare_read(path: Path, size: int) -> None:
+    with _bare_file(path, size, os.O_RDONLY) as do:
+        do(os.preadv)
+
+
+STOCK_THREADS = (1, 4)
+
+
+def measure_storage(setting: Setting) -> None:
+    """Synchronous saves and loads of a state on the device."""
+    if not setting.time_for(45, "writing and loading"):
+        return
+    state = tensors_of(setting, 64, setting.scale.storage_bytes // 64)
+    _measure_write(setting, state)
+    _measure_load(setting, state)
+
+
+def _measure_write(setting: Setting, state: State) -> None:
+    report, path = setting.report, setting.path
+    writers: dict[str, Callable[[], Any]] = {OURS: lambda: pyckpt.DirectWriter(path)}
+    for threads in STOCK_THREADS:
+        writers[_stock(threads)] = lambda threads=threads: FileSystemWriter(  # type: ignore[misc]
+            path, thread_count=threads
+        )
+
+    def check(name: str) -> None:
+        found = zeros_like(state)
+        dcp_load(found, storage_reader=FileSystemReader(path), no_dist=True)
+        must_equal_on_device(found, state, name)
+
+    def variant(name: str, writer: Callable[[], Any]) -> Variant:
+        return Variant(
+            name,
+            run=lambda: timed_on_device(
+                setting, lambda: dcp_save(state, storage_writer=writer(), no_dist=True)
+            ),
+            check=lambda: check(name),
+            clean=lambda: remove(path),
+        )
+
+    size = nbytes(state)
+    bare = Variant(
+        BARE_DISK,
+        run=lambda: timed_on_device(setting, lambda: _bare_write(path, size)),
+        clean=lambda: remove(path),
+    )
+    report.add(
+        "write",
+        interleave(
+            [bare, *(variant(*item) for item in writers.items())],
+            min(2, setting.scale.rounds),
+            before=os.sync,
+            console=report.console,
+            title=f"dcp.save of {size / 1e9:.2f} GB on the device, fsync",
+        ),
+    )
+    report.table("Writing", "write", {"seconds": gigabytes_per_second(size)})
+    best = report.best("write", [_stock(threads) for threads in STOCK_THREADS])
+    report.target("write: GB/s over stock's best", report.ratio("write", best, OURS), at_least=1)
+    report.target(
+        "write: GB/s over bare direct I/O", report.ratio("write", BARE_DISK, OURS), at_least=0.9
+    )
+
+
+def _stock(threads: int) -> str:
+    return f"FileSystemWriter, thread_count={threads}"
+
+
+def _measure_load(setting: Setting, state: State) -> None:
+    report, path = setting.report, setting.path
+    dcp_save(state, storage_writer=pyckpt.DirectWriter(path), no_dist=True)
+    found = zeros_like(state)
+    size = nbytes(state)
+    bare_file = setting.directory / "bare"
+    _bare_write(bare_file, size)
+    loaders: dict[str, Callable[[], object]] = {
+        "pyckpt.load": lambda: pyckpt.load(found, path),
+        "dcp.load, FileSystemReader": lambda: dcp_load(
+            found, storage_reader=FileSystemReader(path), no_dist=True
+        ),
+    }
+
+    def check(name: str) -> None:
+        must_equal_on_device(found, state, name)
+        set_zero(found)
+
+    def variant(name: str, load: Callable[[], object]) -> Variant:
+        return Variant(name, run=lambda: timed_on_device(setting, load), check=lambda: check(name))
+
+    bare = Variant(
+        BARE_DISK, run=lambda: timed_on_device(setting, lambda: _bare_read(bare_file, size))
+    )
+    report.add(
+        "load",
+        interleave(
+            [bare, *(variant(*item) for item in loaders.items())],
+            min(2, setting.scale.rounds),
+            before=lambda: drop_page_cache(setting.directory),
+            console=report.console,
+            title=f"loading {size / 1e9:.2f} GB to the device, page cache dropped",
+        ),
+    )
+    remove(path)
+    remove(bare_file)
+    report.table("Loading", "load", {"seconds": gigabytes_per_second(size)})
+    ours, stock = loaders
+    report.target("load: GB/s over stock's", report.ratio("load", stock, ours), at_least=1)
+    report.target(
+        "load: GB/s over bare direct I/O", report.ratio("load", BARE_DISK, ours), at_least=0.9
+    )
+
+
+# --- offloading -------------------------------------------------------------------------------
+
+LOOP = "state.cpu(), state.cuda()"
+
+
+def measure_offload(setting: Setting) -> None:
+    """AdamW's state out to the host and back, beside the loop that people write."""
+    report, device = setting.report, setting.device
+    count = 64
+    elements = setting.scale.offload_bytes // 2 // count // 4
+    parameters = [torch.nn.Parameter(torch.ones(elements, device=device)) for _ in range(count)]
+    optimizer = torch.optim.AdamW(parameters)
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.full_like(parameter, number + 1)
+    optimizer.step()
+    expected = _moments(optimizer)
+    size = nbytes(expected)
+    offloader = Offloader(optimizer)
+    released: dict[str, list[float]] = {}
+
+    def allocated() -> int:
+        return torch.cuda.memory_allocated(device) if setting.cuda else 0
+
+    def sample(out: Callable[[], object], back: Callable[[], object], name: str) -> Sample:
+        before = allocated()
+        there = timed_on_device(setting, out)
+        released.setdefault(name, []).append(before - allocated())
+        here = timed_on_device(setting, back)
+        return {
+            "seconds": there["seconds"] + here["seconds"],
+            "out_seconds": there["seconds"],
+            "back_seconds": here["seconds"],
+            "out_blocked_seconds": there["blocked_seconds"],
+            "back_blocked_seconds": here["blocked_seconds"],
+        }
+
+    def move(to: torch.device | str) -> None:
+        for entries in optimizer.state.values():
+            for key in ("exp_avg", "exp_avg_sq"):
+                entries[key] = entries[key].to(to)
+
+    # The loop replaces the tensors, so that each variant finds those of the one before it.
+    variants = [
+        Variant(
+            "Offloader",
+            run=lambda: sample(offloader.offload, offloader.reload, "Offloader"),
+            check=lambda: must_equal_on_device(_moments(optimizer), expected, "Offloader"),
+        ),
+        Variant(
+            LOOP,
+            run=lambda: sample(lambda: move("cpu"), lambda: move(device), LOOP),
+            check=lambda: must_equal_on_device(_moments(optimizer), expected, LOOP),
+        ),
+    ]
+    # Copies of one's own to compare with, or the loop above would move them, too.
+    expected = {g: {n: t.clone() for n, t in ts.items()} for g, ts in expected.items()}
+    try:
+        report.add(
+            "offload",
+            interleave(
+                variants,
+                setting.scale.rounds,
+                before=setting.synchronize,
+                console=report.console,
+                title=f"AdamW's state, {size / 1e9:.2f} GB, out and back",
+                quiet=True,
+            ),
+        )
+    finally:
+        offloader.close()
+    report.table(
+        "Offloading",
+        "offload",
+        {
+            "out_seconds": ("out GB/s", lambda seconds: size / seconds / 1e9),
+            "back_seconds": ("back GB/s", lambda seconds: size / seconds / 1e9),
+            "out_blocked_seconds": ("out, blocked ms", _milliseconds),
+            "back_blocked_seconds": ("back, blocked ms", _milliseconds),
+        },
+    )
+    if setting.cuda:
+        report.target(
+            "offload: memory released over the state's",
+            min(released["Offloader"]) / size,
+            at_least=1,
+        )
+    report.target(
+        "offload: time over the loop's", report.ratio("offload", "Offloader", LOOP), at_most=1
+    )
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> State:
+    found: State = {"exp_avg": {}, "exp_avg_sq": {}}
+    for number, entries in enumerate(optimizer.state.values()):
+        for key, tensors in found.items():
+            tensors[str(number)] = entries[key]
+    return found

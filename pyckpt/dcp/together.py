@@ -1,0 +1,39 @@
+"""Steps that all ranks take, and in which all fail if one does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from pyckpt.dcp.failures import error_of
+from pyckpt.errors import LoadError
+
+__all__ = ["together"]
+
+T = TypeVar("T")
+
+
+def together(step: Callable[[], T], *, process_group: dist.ProcessGroup | None, doing: str) -> T:
+    """Take a step on each rank. Collective.
+
+    Raises:
+        Exception: it raised on some ranks; raised on all, as `pyckpt.load` raises.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return step()
+    results: list[T] = []
+
+    def run() -> None:
+        results.append(step())
+
+    try:
+        _DistWrapper(process_group, True, 0).all_gather(doing, run)
+    except CheckpointException as error:
+        failure = error
+    else:
+        return results[0]
+    raise error_of(failure, alone=False, kind=LoadError, doing=doing)

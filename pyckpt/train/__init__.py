@@ -1,0 +1,1 @@
+"""Whole training states: what they are made of, when they are saved, which are kept."""

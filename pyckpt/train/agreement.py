@@ -1,0 +1,179 @@
+"""How ranks that run a little apart come to do the same thing at the same step.
+
+A save is collective, so all ranks must start it at the same step; but a signal reaches one rank,
+clocks differ, and the end of the previous save is seen by one rank a step earlier than by another.
+Asking each other at every step would stop training. So a thread of each rank does the talking, in
+rounds over a gloo group of its own:
+
+1. All ranks reduce what they know (``Facts``), taking the largest of each number. Most rounds find
+   nothing new and end here.
+2. If there is something new, each rank names a step that it has not come to yet, and promises not
+   to pass it before the round is over. The largest of these steps is one that no rank has come to:
+   **from that step on**, the new facts are in force, on every rank alike.
+
+So ``at(step)`` gives the same answer on all ranks, and needs no communication. It waits in one case
+only: the rank comes to the step that it named before the round is over. It names one far enough
+ahead, by the time that rounds and steps take, for that to be rare.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Agreement", "Facts", "GroupAgreement", "LocalAgreement"]
+
+_logger = logging.getLogger("pyckpt")
+
+_PERIOD_SECONDS = 0.1
+_EXIT_SECONDS = 5.0
+_NEVER = -(1 << 62)  # before any step
+
+
+class Facts(NamedTuple):
+    """Counts that only grow. Together, ranks know of each the most that one of them has seen; of
+    ``saved``, the least."""
+
+    stops: int = 0
+    """Requests to stop."""
+    requests: int = 0
+    """Requests to save that no step number made."""
+    saved: int = 0
+    """Saves that ended, well or badly."""
+    failed: int = 0
+    """The number of the last save that failed: 1 for the first save."""
+
+
+class Agreement(ABC):
+    """What the ranks know together."""
+
+    @abstractmethod
+    def at(self, step: int) -> Facts:
+        """The facts in force at a step. Call it once for each step, on the training thread; steps
+        must grow, and be the same on all ranks."""
+
+    @abstractmethod
+    def close(self, *, wait: bool) -> None:
+        """Take no part any more. With ``wait``, return when all ranks have closed."""
+
+
+class LocalAgreement(Agreement):
+    """A process that is alone agrees with itself at once."""
+
+    def __init__(self, facts: Callable[[], Facts]) -> None:
+        self._facts = facts
+
+    def at(self, step: int) -> Facts:
+        return self._facts()
+
+    def close(self, *, wait: bool) -> None:
+        pass
+
+
+class GroupAgreement(Agreement):
+    """The ranks of a gloo group that nobody else uses.
+
+    Args:
+        facts: what this rank knows; called from a thread.
+        group: the group. Every rank must make its GroupAgreement.
+    """
+
+    def __init__(self, facts: Callable[[], Facts], group: dist.ProcessGroup) -> None:
+        self._facts = facts
+        self._group = group
+        # Guarded by the condition's lock.
+        self._condition = threading.Condition()
+        self._step = _NEVER
+        self._promised: int | None = None
+        self._in_force = Facts()
+        self._coming: list[tuple[int, Facts]] = []  # from which step on
+        self._over = False
+        self._pace = 0.0  # steps a second
+        self._stepped = 0.0
+        # Own synchronisation.
+        self._closing = threading.Event()
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pyckpt-agree", daemon=True)
+        # A daemon thread inside of gloo must not outlive the interpreter.
+        atexit.register(self._leave)
+        self._thread.start()
+
+    def at(self, step: int) -> Facts:
+        now = time.monotonic()
+        with self._condition:
+            if self._stepped and now > self._stepped:
+                pace = (step - self._step) / (now - self._stepped)
+                self._pace = pace if not self._pace else 0.8 * self._pace + 0.2 * pace
+            self._step, self._stepped = step, now
+            while self._promised is not None and step >= self._promised:
+                self._condition.wait()
+            while self._coming and self._coming[0][0] <= step:
+                self._in_force = self._coming.pop(0)[1]
+            return self._in_force
+
+    def close(self, *, wait: bool) -> None:
+        self._closing.set()
+        if wait:
+            self._thread.join()
+            atexit.unregister(self._leave)
+
+    def _leave(self) -> None:
+        self._closing.set()
+        self._left.set()
+        self._thread.join(_EXIT_SECONDS)
+
+    def _run(self) -> None:
+        known = Facts()
+        seconds = 0.0
+        try:
+            while not self._left.is_set():
+                start = time.monotonic()
+                stops, requests, saved, failed = self._facts()
+                open_ranks, *numbers = self._largest(
+                    0 if self._closing.is_set() else 1, stops, requests, -saved, failed
+                )
+                facts = Facts(numbers[0], numbers[1], -numbers[2], numbers[3])
+                if facts != known:
+                    known = facts
+                    (step,) = self._largest(self._promise(seconds))
+                    self._announce(step, facts)
+                    # How long both halves take, and a bit more.
+                    seconds = max(2 * (time.monotonic() - start), 0.9 * seconds)
+                if not open_ranks:
+                    return
+                self._left.wait(_PERIOD_SECONDS)
+        except RuntimeError as error:
+            # A rank is gone, and training will find out too. What was agreed on stays.
+            _logger.warning("ranks cannot agree on saves any more: %s", error)
+        finally:
+            with self._condition:
+                self._promised = None
+                self._over = True
+                self._condition.notify_all()
+
+    def _largest(self, *numbers: int) -> list[int]:
+        tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return [int(number) for number in tensor.tolist()]
+
+    def _promise(self, seconds: float) -> int:
+        with self._condition:
+            if self._step == _NEVER:
+                self._promised = _NEVER
+            else:
+                self._promised = self._step + 1 + int(seconds * self._pace)
+            return self._promised
+
+    def _announce(self, step: int, facts: Facts) -> None:
+        with self._condition:
+            self._promised = None
+            self._coming.append((step, facts))
+            self._condition.notify_all()

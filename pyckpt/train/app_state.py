@@ -1,0 +1,215 @@
+"""AppState: the objects of a training loop, as one state for DCP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.utils.data
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import StorageReader
+
+from pyckpt.dcp.load import load
+from pyckpt.dcp.objects import Allowed
+from pyckpt.dcp.report import LoadReport, some
+from pyckpt.dcp.together import together
+from pyckpt.errors import LoadError
+from pyckpt.train.entry import Entry, GradScalerEntry, StatefulEntry, ValueEntry
+from pyckpt.train.modules import ModuleEntry, is_fsdp1, quiet
+from pyckpt.train.optimizers import optimizer_entry
+from pyckpt.train.per_rank import PerRank, RankEntry, RankState
+from pyckpt.train.saved import Path, Rank, paths, tree
+
+__all__ = ["AppState"]
+
+# What reads data is at another place of it on each rank.
+_PER_RANK = (torch.utils.data.DataLoader, torch.utils.data.Dataset, torch.utils.data.Sampler)
+_PER_RANK_PACKAGES = ("torchdata",)
+
+
+class AppState:
+    """The objects of a training state, as `torch.distributed.checkpoint` saves and loads them.
+
+    - Modules, wrapped in whatever way, by the fully qualified names of their parameters.
+    - Optimizers, by the names of their parameters in the modules that are in the state too.
+    - Dataloaders, datasets and samplers with ``state_dict``: each rank's own, as `PerRank` does.
+    - `PerRank`, `RngState` and `MetricState`.
+    - Anything else with ``state_dict`` and ``load_state_dict``.
+    - Plain values: numbers, strings, None, tensors, numpy arrays, and dicts, lists, tuples and sets
+      of them.
+
+    All but what is per rank must be the same on all ranks, or DTensors; one rank's is saved.
+
+    Args:
+        objects: by name. Not copied: what is in it counts when a method is called.
+        process_group: the ranks that save and load together, default all.
+    """
+
+    def __init__(
+        self,
+        objects: Mapping[str, Any],
+        *,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._objects = objects
+        self._group = process_group
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those in the state."""
+        return [one for one in self._objects.values() if isinstance(one, torch.optim.Optimizer)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save: the live tensors, in dicts by name. Collective where an object makes it so
+        (FSDP1 modules, consolidated metrics).
+
+        Raises:
+            TypeError: an object has a value that could not be loaded again.
+        """
+        return {entry.name: entry.state() for entry in self._entries()}
+
+    def load(
+        self,
+        reader: StorageReader,
+        *,
+        missing: Literal["error", "keep"] = "error",
+        allow: Sequence[Allowed] = (),
+    ) -> LoadReport:
+        """Restore the objects from a checkpoint, saved on any number of ranks. Collective.
+
+        Modules and optimizers keep their tensors, their devices and their flags. Plain dicts and
+        lists are filled in place; any other plain value is written into the ``objects``. What is in
+        the checkpoint under other names is left alone.
+
+        Args:
+            reader: of the checkpoint.
+            missing: what to do about objects, and parameters, that the checkpoint does not have:
+                raise a `LoadError`, or "keep" them as they are.
+            allow: as for `pyckpt.load`.
+
+        Returns:
+            What this rank loaded.
+
+        Raises:
+            TypeError: ``objects`` cannot be written to, and has plain values.
+            Exception: as `pyckpt.load`; on all ranks alike. ``LoadError`` also for objects that
+                cannot be brought from one number of ranks to another, and for what an object's own
+                ``load_state_dict`` raises. Before that, nothing is changed by errors that the
+                checkpoint's metadata tell of.
+        """
+        flat = any(isinstance(v, nn.Module) and is_fsdp1(v) for v in self._objects.values())
+        with quiet() if flat else nullcontext():
+            plan = together(
+                lambda: self._plan(reader, missing), process_group=self._group, doing="loading"
+            )
+            report = load(
+                plan.states,
+                reader=plan.reader,  # type: ignore[arg-type]
+                missing=missing,
+                allow=allow,
+                create=plan.create,
+                process_group=self._group,
+            )
+            together(lambda: self._restore(plan), process_group=self._group, doing="restoring")
+        return replace(report, kept=[*report.kept, *plan.absent])
+
+    def _entries(self) -> list[Entry]:
+        modules = {k: v for k, v in self._objects.items() if isinstance(v, nn.Module)}
+        rank = Rank.of(self._group)
+        return [_entry(name, value, modules, rank) for name, value in self._objects.items()]
+
+    def _plan(self, reader: StorageReader, missing: str) -> _Plan:
+        plan = _Plan(self._entries(), reader, missing)
+        if not isinstance(self._objects, MutableMapping):
+            fixed = [one.name for one in plan.entries if isinstance(one, ValueEntry) and one.fixed]
+            if fixed:
+                raise TypeError(
+                    f"{some(fixed, 20)} can only be restored into a dict that can be changed, and "
+                    f"{type(self._objects).__name__} cannot"
+                )
+        return plan
+
+    def _restore(self, plan: _Plan) -> None:
+        # Schedulers may look at their optimizers, and optimizers at their parameters.
+        for entry in sorted(plan.entries, key=_turn):
+            entry.restore(plan.states[entry.name])
+            if isinstance(entry, ValueEntry):
+                self._put(entry.name, entry.value)
+
+    def _put(self, name: str, value: Any) -> None:
+        if self._objects[name] is value:
+            return
+        if not isinstance(self._objects, MutableMapping):
+            raise TypeError(f"{name} was saved as something else, and there is no place to put it")
+        self._objects[name] = value
+
+
+class _Plan:
+    """What one rank is to load, by the checkpoint's metadata."""
+
+    def __init__(self, entries: list[Entry], reader: StorageReader, missing: str) -> None:
+        metadata = reader.read_metadata()
+        saved = tree(metadata)
+        self.absent = [entry.name for entry in entries if entry.name not in saved]
+        if self.absent and missing == "error":
+            raise LoadError(
+                f"not in the checkpoint: {some(self.absent, 20)}; it has {some(saved, 20)}",
+                missing=tuple(self.absent),
+            )
+        self.entries = [entry for entry in entries if entry.name in saved]
+        self.states = {entry.name: entry.template(saved[entry.name]) for entry in self.entries}
+        self._by_name = {entry.name: entry for entry in self.entries}
+        self._paths = paths(metadata)
+        wanted = {
+            key: item
+            for key, item in metadata.state_dict_metadata.items()
+            if self._wants(self._paths[key])
+        }
+        self.reader = _Narrowed(reader, replace(metadata, state_dict_metadata=wanted))
+
+    def create(self, key: str, item: TensorStorageMetadata) -> torch.Tensor | None:
+        name, *rest = self._paths[key]
+        return self._by_name[str(name)].create(tuple(rest), item)
+
+    def _wants(self, path: Path) -> bool:
+        entry = self._by_name.get(str(path[0]))
+        return entry is None or len(path) == 1 or entry.wants(path[1:])
+
+
+class _Narrowed:
+    """A reader that has read its metadata, and shows what this rank is to load of it."""
+
+    def __init__(self, reader: StorageReader, metadata: Metadata) -> None:
+        self._reader = reader
+        self._metadata = metadata
+
+    def read_metadata(self) -> Metadata:
+        return self._metadata
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+
+def _turn(entry: Entry) -> int:
+    return 0 if isinstance(entry, ModuleEntry) else 2 if isinstance(entry, StatefulEntry) else 1
+
+
+def _entry(name: str, value: Any, modules: Mapping[str, nn.Module], rank: Rank) -> Entry:
+    if isinstance(value, RankState):
+        return RankEntry(name, value, rank)
+    if isinstance(value, nn.Module):
+        return ModuleEntry(name, value)
+    if isinstance(value, torch.optim.Optimizer):
+        return optimizer_entry(name, value, modules)
+    if callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict"):
+        if isinstance(value, _PER_RANK) or type(value).__module__.startswith(_PER_RANK_PACKAGES):
+            return RankEntry(name, PerRank(value), rank)
+        if isinstance(value, torch.amp.GradScaler):
+            return GradScalerEntry(name, value)
+        return StatefulEntry(name, value)
+    return ValueEntry(name, value)

@@ -1,0 +1,299 @@
+"""Which checkpoints a directory holds, and what is the matter with the rest of it.
+
+A checkpoint is a directory ``step-00000100``. It is *valid* when its metadata is complete and each
+file that it names has the size that it tells; it is *verified* when all checksums match as well.
+What is not valid is told apart, because it calls for different things: a save that was interrupted,
+a removal that was, damage, and directories that are nobody's business here.
+
+Finding the newest costs one listing and the metadata of one checkpoint, however many there are.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from pyckpt.dcp import objects
+from pyckpt.errors import CorruptCheckpoint, PyckptError
+from pyckpt.format import commit
+from pyckpt.format import metadata as metadata_format
+
+__all__ = [
+    "NOTE_KEY",
+    "REMOVED",
+    "Catalog",
+    "CheckpointInfo",
+    "DirectoryEntry",
+    "directory_name",
+    "note",
+    "reading",
+]
+
+_logger = logging.getLogger("pyckpt")
+
+NOTE_KEY = "pyckpt.checkpoint"
+"""The key, beside those of the state, under which a checkpoint says of itself what no tensor says:
+a string of JSON with its step, whether it is final, and the metrics that came with it."""
+
+REMOVED = ".metadata.removed"
+"""What the metadata of a checkpoint is called once its removal has begun."""
+
+_DIRECTORY = re.compile(r"step-(\d{8,})")
+_DATA_FILE = re.compile(r"__\d+_[^/]+\.distcp|\.metadata\.tmp")
+_NAMES_SHOWN = 3
+
+
+def directory_name(step: int) -> str:
+    """The name of a step's checkpoint; names sort as steps do, below 10^8 of them."""
+    return f"step-{step:08d}"
+
+
+def _step_of(name: str) -> int | None:
+    match = _DIRECTORY.fullmatch(name)
+    if match is None:
+        return None
+    step = int(match[1])
+    # step-000000100 is not what we call step 100: two names of one step would be two checkpoints.
+    return step if directory_name(step) == name else None
+
+
+def note(step: int, *, final: bool, metrics: Mapping[str, float]) -> str:
+    """What is saved under ``NOTE_KEY``."""
+    return json.dumps({"step": step, "final": final, "metrics": dict(metrics)})
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A valid checkpoint."""
+
+    step: int
+    path: Path
+    """Its directory."""
+    final: bool = False
+    """Whether it was saved with ``final=True``, and so is never pruned."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The numbers that were passed when it was saved."""
+    bytes: int = 0
+    """Bytes of its data files."""
+
+
+@dataclass(frozen=True)
+class DirectoryEntry:
+    """Something in the directory of the checkpoints, and what it is."""
+
+    path: Path
+    step: int | None
+    """None where the name is not that of a checkpoint."""
+    state: Literal["valid", "unfinished", "removed", "damaged", "foreign"]
+    """``unfinished``: a save that did not get to its commit. ``removed``: a removal that was
+    interrupted. ``damaged``: it was committed, and something is missing or altered since.
+    ``foreign``: not a checkpoint of ours."""
+    reason: str = ""
+    """Why it is not valid, for people."""
+    checkpoint: CheckpointInfo | None = None
+    """Set where it is valid."""
+
+    def __str__(self) -> str:
+        return f"{self.path.name}: {self.state}" + (f" ({self.reason})" if self.reason else "")
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the metadata of a checkpoint said, as long as it is the same file."""
+
+    signature: tuple[int, int, int]
+    files: dict[str, int]
+    checkpoint: CheckpointInfo
+
+
+class Catalog:
+    """The checkpoints in one directory.
+
+    Looks at the directory anew at every call, but decodes each metadata file once. May be used from
+    several threads.
+    """
+
+    def __init__(
+        self, directory: Path, *, verify: Callable[[Path, Metadata], None] | None = None
+    ) -> None:
+        self.directory = directory
+        self._verify = verify
+        self._known: dict[int, _Known] = {}
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
+        return self.directory / directory_name(step)
+
+    def steps(self) -> list[int]:
+        """Steps that have a directory, valid or not, newest first."""
+        try:
+            with os.scandir(self.directory) as entries:
+                steps = [_step_of(entry.name) for entry in entries if entry.is_dir()]
+        except FileNotFoundError:
+            return []
+        return sorted((step for step in steps if step is not None), reverse=True)
+
+    def newest(self, limit: int | None = None) -> CheckpointInfo | None:
+        """The newest valid checkpoint, of those up to step ``limit``."""
+        return next(self.newest_first(limit), None)
+
+    def newest_first(self, limit: int | None = None) -> Iterator[CheckpointInfo]:
+        """The valid checkpoints, each looked at when its turn comes."""
+        for step in self.steps():
+            if limit is None or step <= limit:
+                entry = self.examine(step)
+                if entry.checkpoint is not None:
+                    yield entry.checkpoint
+
+    def entries(self, *, verify: bool = False) -> list[DirectoryEntry]:
+        """All that is in the directory: checkpoints by step, then what is none, by name."""
+        steps = self.steps()
+        found = [self.examine(step, verify=verify) for step in reversed(steps)]
+        try:
+            names = sorted(os.listdir(self.directory))
+        except FileNotFoundError:
+            return []
+        known = {directory_name(step) for step in steps}
+        found += [
+            DirectoryEntry(
+                self.directory / name, None, "foreign", "this is not the name of a checkpoint"
+            )
+            for name in names
+            if name not in known
+        ]
+        return found
+
+    def examine(self, step: int, *, verify: bool = False) -> DirectoryEntry:
+        """Say what the directory of a step is. Never raises for what it finds there.
+
+        Args:
+            step: the step; its directory need not exist.
+            verify: read all of a valid checkpoint and compare checksums.
+        """
+        path = self.path(step)
+        try:
+            known = self._read(step, path)
+            for name, expected in known.files.items():
+                found = (path / name).stat().st_size
+                if found != expected:
+                    raise CorruptCheckpoint(
+                        f"{name} has {found} bytes, and {expected} were saved", path=str(path)
+                    )
+            if verify:
+                if self._verify is None:
+                    raise ValueError("this catalog was made without a way to verify")
+                self._verify(path, metadata_format.read(path / commit.metadata_name()))
+        except FileNotFoundError as error:
+            return self._without_metadata(step, path, error)
+        except (OSError, PyckptError) as error:
+            return DirectoryEntry(path, step, "damaged", str(error))
+        return DirectoryEntry(path, step, "valid", checkpoint=known.checkpoint)
+
+    def _read(self, step: int, path: Path) -> _Known:
+        with open(path / commit.metadata_name(), "rb") as file:
+            status = os.fstat(file.fileno())
+            signature = (status.st_ino, status.st_size, status.st_mtime_ns)
+            known = self._known.get(step)
+            if known is not None and known.signature == signature:
+                return known
+            data = file.read()
+        metadata = metadata_format.decode(data, path=path / commit.metadata_name())
+        files = metadata_format.data_files(metadata)
+        final, metrics = _read_note(path, metadata, step)
+        checkpoint = CheckpointInfo(
+            step=step, path=path, final=final, metrics=metrics, bytes=sum(files.values())
+        )
+        known = self._known[step] = _Known(signature, files, checkpoint)
+        return known
+
+    def _without_metadata(self, step: int, path: Path, error: OSError) -> DirectoryEntry:
+        """Tell apart what lacks its metadata, or a file that the metadata names."""
+        try:
+            names = set(os.listdir(path))
+        except OSError as gone:
+            return DirectoryEntry(path, step, "foreign", str(gone))
+        if commit.metadata_name() in names:
+            return DirectoryEntry(path, step, "damaged", str(error))
+        if REMOVED in names:
+            return DirectoryEntry(path, step, "removed", "its removal was interrupted")
+        others = sorted(name for name in names if not _DATA_FILE.fullmatch(name))
+        if not others:
+            return DirectoryEntry(path, step, "unfinished", "its save did not get to the commit")
+        shown = ", ".join(others[:_NAMES_SHOWN]) + (", ..." if len(others) > _NAMES_SHOWN else "")
+        return DirectoryEntry(path, step, "foreign", f"it has no metadata, and holds {shown}")
+
+
+def _read_note(path: Path, metadata: Metadata, step: int) -> tuple[bool, dict[str, float]]:
+    """What a checkpoint says of itself; one that another tool wrote says nothing."""
+    info = (metadata.storage_data or {}).get(MetadataIndex(NOTE_KEY))
+    if info is None:
+        return False, {}
+    try:
+        content = json.loads(_object(path, info))
+        final, metrics = content["final"], content["metrics"]
+        if type(final) is not bool or not isinstance(metrics, dict):
+            raise TypeError("not a note of pyckpt")
+        return final, {str(name): float(value) for name, value in metrics.items()}
+    except (ValueError, TypeError, KeyError) as error:
+        raise CorruptCheckpoint(
+            f"{path} has an unreadable {NOTE_KEY}: {error}", path=str(path), key=NOTE_KEY
+        ) from error
+
+
+def _object(path: Path, info: _StorageInfo) -> Any:
+    with open(path / info.relative_path, "rb") as file:
+        file.seek(info.offset)
+        data = io.BytesIO(file.read(info.length))
+    return objects.load(data, NOTE_KEY, device=torch.device("cpu"))
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Keep a checkpoint from being pruned, by this process or another on any machine that shares
+    the file system's locks, while the block runs.
+
+    The lock is a shared ``flock`` of the metadata file; pruning wants it exclusively. It goes with
+    the process that held it. On file systems without locks this does nothing.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint, or it is being removed.
+    """
+    name = path / commit.metadata_name()
+    descriptor = os.open(name, os.O_RDONLY)
+    try:
+        if not lock(descriptor, fcntl.LOCK_SH) or not _is_still(name, descriptor):
+            raise FileNotFoundError(2, "the checkpoint is being removed", str(path))
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_still(name: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(name), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def lock(descriptor: int, how: int) -> bool:
+    """Try to lock a file; False where another holds it, True where there are no locks to be had."""
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        _logger.debug("no file locks here: %s", error)
+    return True

@@ -1,0 +1,548 @@
+"""Checkpointer: save, keep and resume, from a training loop, on any number of ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from pyckpt.dcp.report import LoadReport
+from pyckpt.engine import Engine
+from pyckpt.train import export as exporting
+from pyckpt.train.advice import Advice
+from pyckpt.train.agreement import Agreement, Facts, GroupAgreement, LocalAgreement
+from pyckpt.train.catalog import Catalog, CheckpointInfo, DirectoryEntry
+from pyckpt.train.handle import SaveHandle
+from pyckpt.train.pieces import verify
+from pyckpt.train.policy import Policy
+from pyckpt.train.ranks import Ranks
+from pyckpt.train.restorer import Restorer
+from pyckpt.train.retention import Best, Retention, prune
+from pyckpt.train.saver import Saver
+from pyckpt.train.signals import StopSignals
+from pyckpt.train.statistics import CheckpointerStatistics, Stopwatch
+
+__all__ = ["Checkpointer", "Protection"]
+
+_logger = logging.getLogger("pyckpt")
+
+
+class Checkpointer:
+    """Saves a training run as it goes, keeps what is to be kept, and resumes it. ::
+
+        with pyckpt.Checkpointer("runs/a", keep_last=3, every_steps=100,
+                                 on_signals=("SIGTERM",)) as checkpointer:
+            state = {"model": model, "optimizer": optimizer}
+            start = checkpointer.restore(state)
+            for step in range((start or 0) + 1, steps + 1):
+                train_step()
+                checkpointer.step(step, state)
+                if checkpointer.stop_requested:
+                    break
+
+    Each checkpoint is a directory ``step-00000100`` that stock ``dcp.load`` reads. With
+    `torch.distributed`, every rank makes a Checkpointer, and all ranks make the same calls of
+    ``restore``, ``step``, ``save`` and ``close``, in the same order and with the same steps; the
+    other methods are each rank's own. Without, it works the same.
+
+    Args:
+        directory: where the checkpoints are, or will be. On all ranks the same, on a file system
+            that they share. One job at a time may save there.
+        keep_last: how many of the newest checkpoints to keep, those of ``final=True`` not counted.
+            None keeps all. 0 keeps the newest, to resume from, until a final one is committed.
+        keep_every: keep also those whose step is a multiple of this.
+        keep_best: ``(metric, n, mode)``: keep also the n with the smallest (mode "min") or largest
+            ("max") value of a metric that was passed when they were saved.
+        every_steps: ``step`` saves when the step is a multiple of this.
+        every_minutes: ``step`` saves when this much time has gone by since the last save began, by
+            the clock of rank 0.
+        save_when: called with each step; ``step`` saves where it returns true. A function of the
+            step alone: every rank asks its own. See ``request_save`` for all else.
+        on_signals: signals, such as "SIGTERM", that ask for a save and a stop; see
+            ``stop_requested``. Only the main thread can handle signals.
+        when_busy: what ``step`` does when a save is due and the one before it is not committed yet:
+            "skip" leaves the new one out (the log says so), so that training never waits for the
+            disk; "wait" waits.
+        process_group: the ranks that train together, default all. Any backend: what the ranks have
+            to say to each other goes over gloo groups that are made here.
+        engine: the memory and threads to use; by default those that everyone shares.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: Best | None = None,
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
+        save_when: Callable[[int], bool] | None = None,
+        on_signals: Sequence[str | signal.Signals] = (),
+        when_busy: Literal["skip", "wait"] = "skip",
+        process_group: dist.ProcessGroup | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        if when_busy not in ("skip", "wait"):
+            raise ValueError(f"{when_busy = } must be 'skip' or 'wait'.")
+        self._retention = Retention(keep_last, keep_every, keep_best)
+        self._policy = Policy(every_steps, every_minutes, save_when)
+        self._when_busy = when_busy
+        self._engine = engine
+        # Absolute, so that a change of the working directory does no harm.
+        self.directory = Path(os.path.abspath(directory))
+        self._catalog = Catalog(self.directory, verify=self._verify)
+        self._stopwatch = Stopwatch()
+
+        # Of the training thread.
+        self._step: int | None = None
+        self._served = 0  # of the requests to save
+        self._stop_requested = False
+        self._closed = False
+        self._skipped = 0
+        self._restore_seconds = 0.0
+
+        # Guarded by the lock.
+        self._lock = threading.Lock()
+        self._requests = 0
+        self._stops = 0
+        self._last_save = time.monotonic()
+        self._pruned = 0
+
+        self._protected: dict[int, int] = {}  # how often each step is
+
+        self._signals = StopSignals(on_signals)
+        if not (dist.is_available() and dist.is_initialized()):
+            # DCP tells, at each save, that it does without; so do we, in every docstring.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        try:
+            self._ranks = Ranks(process_group)
+            self._saver = Saver(self._catalog, self._ranks, engine, on_commit=self._commit)
+            self._restorer = Restorer(self._catalog, self._ranks, engine)
+            self._agreement: Agreement = (
+                LocalAgreement(self._facts)
+                if self._ranks.talk is None
+                else GroupAgreement(self._facts, self._ranks.talk)
+            )
+        except BaseException:
+            self._signals.close()
+            raise
+        self._pruner = ThreadPoolExecutor(1, thread_name_prefix="pyckpt-prune")
+
+    # --- saving -----------------------------------------------------------------------------------
+
+    def step(
+        self, step: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None
+    ) -> SaveHandle | None:
+        """Tell that a step of training is over; save if that is due. Call it after each step.
+
+        It is due by the policies that were given, by ``request_save``, and by a signal. Never waits
+        for the disk, unless ``when_busy="wait"``, or where training is asked to stop.
+
+        Args:
+            step: larger than in the call before.
+            state: as for ``save``; looked at only if it is to be saved.
+            metrics: as for ``save``.
+
+        Returns:
+            The save, or None where none was due.
+
+        Raises:
+            OSError, PyckptError: an earlier save failed. The last checkpoint that was committed
+                is still there, and training may go on.
+            ValueError: the step is not larger.
+        """
+        self._check_open()
+        if self._step is not None and step <= self._step:
+            raise ValueError(f"{step = } must be larger than the one before it, {self._step}.")
+        self._step = step
+        self._stopwatch.enter(self._saver.busy)
+        handle = None
+        try:
+            facts = self._agreement.at(step)
+            stopping = facts.stops > 0 and not self._stop_requested
+            if stopping:
+                self._stop_requested = True
+            else:
+                self._saver.raise_failure(facts.failed)
+            requested = facts.requests > self._served
+            due = self._policy.due_at(step)
+            if not (stopping or requested or due):
+                return None
+            if self._saver.handle is not None and self._saver.handle.step == step:
+                return self._saver.handle  # `save` was called for this step
+            busy = facts.saved < self._saver.started
+            if busy and not stopping and self._when_busy == "skip":
+                if due:  # what was only requested is saved as soon as that can be
+                    self._tell_skipped(step)
+                return None
+            self._served = facts.requests
+            handle = self._start(step, state, metrics, False)
+            return handle
+        finally:
+            blocked = None if handle is None else handle.statistics.blocked_seconds
+            self._stopwatch.leave(self._saver.busy, blocked)
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        final: bool = False,
+    ) -> SaveHandle:
+        """Save now, in the background. Waits first for a save that is under way.
+
+        A checkpoint of that step that is there already stays until the new one is committed, and is
+        replaced then.
+
+        Args:
+            step: 0 or more.
+            state: objects by name: modules, optimizers, whatever has ``state_dict`` and
+                ``load_state_dict``, tensors and plain values.
+            metrics: numbers to remember with it, for ``keep_best`` and ``checkpoints``. Those of
+                rank 0 count. A GPU tensor here makes the call wait for the GPU.
+            final: whether this is a checkpoint for good: it is never pruned, and the call returns
+                when it is committed.
+
+        Raises:
+            OSError, PyckptError: an earlier save failed, or this one, if it is final.
+            ValueError: the step is negative.
+        """
+        self._check_open()
+        if step < 0:
+            raise ValueError(f"{step = } must be 0 or more.")
+        self._saver.wait()
+        self._saver.raise_failure()
+        handle = self._start(step, state, metrics, final)
+        if final:
+            self._saver.wait()
+            self._saver.raise_failure()
+        self._stopwatch.pause()
+        return handle
+
+    def request_save(self) -> None:
+        """Ask for a save at one of the next steps, on all ranks. Any rank and thread may."""
+        with self._lock:
+            self._requests += 1
+
+    def request_stop(self) -> None:
+        """Do as a signal does. Any rank and thread may."""
+        with self._lock:
+            self._stops = 1
+
+    def wait_staged(self) -> None:
+        """Make what the program does next wait until the state of the last save was copied. The
+        steps of optimizers do so by themselves; call this before parameters are changed by other
+        means, such as a CUDA graph that is replayed."""
+        if self._saver.handle is not None and self._saver.handle.writer is not None:
+            self._saver.handle.writer.wait_staged()
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether training is asked to stop, and the state was saved for it. Changes in ``step``
+        only, in the same step on all ranks."""
+        return self._stop_requested
+
+    def _facts(self) -> Facts:
+        """What this rank knows; called by the thread that talks to the others."""
+        with self._lock:
+            since = time.monotonic() - self._last_save
+            if (
+                self._ranks.rank == 0
+                and self._requests == self._served
+                and self._policy.due_after(since)
+            ):
+                self._requests += 1
+            saved, failed = self._saver.counts()
+            return Facts(
+                stops=int(self._stops or self._signals.received),
+                requests=self._requests,
+                saved=saved,
+                failed=failed,
+            )
+
+    def _start(
+        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None, final: bool
+    ) -> SaveHandle:
+        best = self._retention.keep_best
+        if best is not None and best[0] not in (metrics or {}) and self._ranks.rank == 0:
+            _logger.warning("step %d has no metric %r, and is not among the best", step, best[0])
+        with self._lock:
+            self._last_save = time.monotonic()
+        return self._saver.start(step, state, metrics or {}, final=final)
+
+    def _commit(self, handle: SaveHandle) -> None:
+        """Called by the thread that committed a save."""
+        self._restorer.distrusted.discard(handle.step)
+        self._stopwatch.committed(handle.seconds)
+        if self._ranks.rank == 0:
+            self._pruner.submit(self._prune, handle.step)
+
+    def _tell_skipped(self, step: int) -> None:
+        assert self._saver.handle is not None
+        self._skipped += 1
+        _logger.warning(
+            "step %d is not saved: the save of step %d is still under way; save less often, or "
+            "pass when_busy='wait'",
+            step,
+            self._saver.handle.step,
+        )
+
+    # --- finding and restoring --------------------------------------------------------------------
+
+    def checkpoints(self, *, verify: bool = False) -> list[CheckpointInfo]:
+        """The valid checkpoints, oldest first: complete, and all their files there and long enough.
+
+        Args:
+            verify: read all of them, and list only those whose checksums match.
+        """
+        return [
+            entry.checkpoint
+            for entry in self._catalog.entries(verify=verify)
+            if entry.checkpoint is not None
+        ]
+
+    def inspect(self, *, verify: bool = False) -> list[DirectoryEntry]:
+        """All that is in the directory, what each is, and why those that are not valid are not."""
+        return self._catalog.entries(verify=verify)
+
+    def latest(self) -> CheckpointInfo | None:
+        """The newest valid checkpoint that this rank sees."""
+        return self._catalog.newest()
+
+    def restore(
+        self, state: Mapping[str, Any], *, step: int | None = None, **options: Any
+    ) -> int | None:
+        """Load the newest checkpoint that is valid for all ranks into ``state``, in place.
+
+        Where it turns out to be corrupt, on any rank, all ranks log an error and load the next
+        older one instead. What was loaded is in ``load_report``.
+
+        Args:
+            state: as for ``save``.
+            step: load this one and no other.
+            options: passed to ``AppState.load``.
+
+        Returns:
+            The step of the checkpoint; None where there is none, and training begins.
+
+        Raises:
+            FileNotFoundError: there is no valid checkpoint of ``step``.
+            LoadError: the checkpoint does not fit the state; or some ranks see checkpoints where
+                others see none, so that the directory is not the same one on all of them.
+            CorruptCheckpoint: there are checkpoints, and none can be read. ``state`` may have been
+                changed.
+        """
+        self._check_open()
+        self._saver.wait()
+        start = time.perf_counter()
+        restored = self._restorer.restore(state, step, options)
+        if restored is not None:
+            self._restore_seconds = time.perf_counter() - start
+        self._stopwatch.pause()
+        return restored
+
+    @property
+    def load_report(self) -> LoadReport | None:
+        """What the last ``restore`` did, on this rank."""
+        return self._restorer.report
+
+    # --- keeping ----------------------------------------------------------------------------------
+
+    def protect(self, step: int) -> Protection:
+        """Keep the checkpoint of a step from being pruned, until ``release`` of what is returned,
+        or the end of the ``with`` block that it is used in. Counts on rank 0."""
+        return Protection(self._protected, step)
+
+    def _prune(self, committed: int) -> None:
+        """Runs on rank 0, in a thread, after each commit; prunes take turns."""
+        protected = {committed, *self._protected}
+        removed = prune(
+            self._catalog,
+            self._retention,
+            protected=protected,
+            distrusted=tuple(self._restorer.distrusted),
+            busy=self._saver.writing,
+        )
+        with self._lock:
+            self._pruned += len(removed)
+
+    # --- export, statistics, advice ---------------------------------------------------------------
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        step: int | None = None,
+        *,
+        format: Literal["safetensors", "torch"] = "safetensors",
+        key: str = "model",
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str = "5GB",
+        tied: Mapping[str, str] | None = None,
+    ) -> list[Path]:
+        """Write the model of a checkpoint, in one piece, as files that other programs read.
+
+        Reads the checkpoint's files and needs neither the model nor other ranks: any rank may, and
+        so may a process that does nothing else. Streams, in some 100 MiB of memory, and checks the
+        bytes that it reads.
+
+        Args:
+            path: a directory; made where missing. Gets ``model.safetensors`` or
+                ``pytorch_model.bin``; or, where there are several files, these with numbers, and
+                the index that Hugging Face's loaders look for. Exports that were there before are
+                replaced.
+            step: the checkpoint; default the newest valid one.
+            format: "safetensors", or "torch" for ``torch.load``.
+            key: the name in the state of what to export. Its tensors are written under the names
+                that they have there.
+            dtype: convert floating point tensors to this.
+            max_shard_size: of one file, in bytes or as "5GB" or "512MiB". A tensor is not split.
+            tied: names to leave out, each with the name that has the same values, such as
+                ``{"lm_head.weight": "embed.weight"}``. Format "torch" writes them as tensors that
+                share memory; "safetensors", which cannot, names them in the file's metadata, as its
+                ``save_model`` does. What is not named here is written in full.
+
+        Returns:
+            The files written, the index last.
+
+        Raises:
+            FileNotFoundError: no such checkpoint, or none at all.
+            ValueError: an argument is out of range, there are no tensors under ``key``, what is
+                said to be tied is not, or safetensors lacks the dtype.
+            CorruptCheckpoint: bytes are not those that were saved.
+            OSError: a file cannot be read or written.
+        """
+        if step is None:
+            newest = self.latest()
+            if newest is None:
+                raise FileNotFoundError(2, "no valid checkpoint", str(self.directory))
+            source = newest.path
+        else:
+            source = self._catalog.path(step)
+        return exporting.export(
+            source,
+            path,
+            format=format,
+            key=key,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            tied=tied,
+            engine=self._engine,
+        )
+
+    @property
+    def statistics(self) -> CheckpointerStatistics:
+        """What saving costs this rank, as measured so far; printed, it ends with the advice for a
+        failure a day."""
+        with self._lock:
+            return self._stopwatch.statistics(
+                saves=self._saver.started,
+                failed=self._saver.failures,
+                skipped=self._skipped,
+                pruned=self._pruned,
+                restore_seconds=self._restore_seconds,
+            )
+
+    def advice(self, mtbf_hours: float) -> Advice | None:
+        """How often to save so that least time is lost, from what was measured on this rank.
+
+        Args:
+            mtbf_hours: the mean time between failures of the whole job: that of one node divided
+                by the number of nodes.
+
+        Returns:
+            None before a save was committed and a step without one was measured.
+
+        Raises:
+            ValueError: ``mtbf_hours`` is not positive.
+        """
+        return self.statistics.advice(mtbf_hours)
+
+    def _verify(self, path: Path, metadata: Any) -> None:
+        verify(path, metadata, engine=self._engine)
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for the save that is under way, and for the other ranks; put back what handled the
+        signals before. Idempotent.
+
+        Raises:
+            OSError, PyckptError: a save failed, and that was not raised before.
+        """
+        if not self._closed:
+            self._close(wait=True)
+            self._saver.raise_failure()
+
+    def _close(self, *, wait: bool) -> None:
+        self._closed = True
+        try:
+            self._saver.wait()
+            self._saver.close()
+            self._pruner.shutdown()
+        finally:
+            self._signals.close()
+            self._agreement.close(wait=wait)
+            if wait:
+                self._ranks.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this Checkpointer is closed")
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        elif not self._closed:
+            # The other ranks may be well, and not on their way here. The save under way is for all
+            # of them to finish, and is what there will be to resume from.
+            self._close(wait=False)
+            if (failure := self._saver.untold()) is not None:
+                _logger.error("besides, a save failed: %s", failure)
+
+
+class Protection:
+    """Keeps a checkpoint from being pruned; see ``Checkpointer.protect``."""
+
+    def __init__(self, protected: dict[int, int], step: int) -> None:
+        self._protected = protected
+        self._step = step
+        self._held = True
+        protected[step] = protected.get(step, 0) + 1
+
+    def release(self) -> None:
+        """Let go. Idempotent."""
+        if self._held:
+            self._held = False
+            self._protected[self._step] -= 1
+            if not self._protected[self._step]:
+                del self._protected[self._step]
+
+    def __enter__(self) -> Protection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

@@ -1,0 +1,117 @@
+"""How one object of a training state is saved and loaded."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from pyckpt.train import values
+from pyckpt.train.saved import Path, Tree
+
+__all__ = ["Entry", "GradScalerEntry", "StatefulEntry", "ValueEntry"]
+
+
+class Entry(ABC):
+    """One object, under its name in the state."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
+    def state(self) -> Any:
+        """What to save: live tensors and values, nested."""
+
+    @abstractmethod
+    def template(self, saved: Tree) -> Any:
+        """What to load into, given what the checkpoint holds of it. None, at any depth, stands for
+        whatever was saved.
+
+        Raises:
+            LoadError: the two do not fit.
+        """
+
+    def create(self, path: Path, item: TensorStorageMetadata) -> torch.Tensor | None:
+        """A tensor for what the template does not have, or None for a plain one on the CPU."""
+        return None
+
+    def wants(self, path: Path) -> bool:
+        """Whether this rank is to read the item saved at a path."""
+        return True
+
+    @abstractmethod
+    def restore(self, loaded: Any) -> None:
+        """Take the template as it was loaded."""
+
+
+class StatefulEntry(Entry):
+    """An object with ``state_dict`` and ``load_state_dict``, equal on all ranks."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        super().__init__(name)
+        self._value = value
+
+    def state(self) -> Any:
+        return values.encode(self._value.state_dict(), self.name)
+
+    def template(self, saved: Tree) -> Any:
+        return values.template(self.state(), saved)
+
+    def restore(self, loaded: Any) -> None:
+        self._value.load_state_dict(values.decode(loaded))
+
+
+class GradScalerEntry(StatefulEntry):
+    """A GradScaler. Its own ``state_dict`` waits for the GPU to tell the scale."""
+
+    def state(self) -> Any:
+        state = self._value
+        if not state.is_enabled() or state._scale is None or not _has_tracker(state):
+            return super().state()
+        return {
+            "scale": state._scale,
+            "growth_factor": state.get_growth_factor(),
+            "backoff_factor": state.get_backoff_factor(),
+            "growth_interval": state.get_growth_interval(),
+            "_growth_tracker": state._growth_tracker,
+        }
+
+    def template(self, saved: Tree) -> Any:
+        return None
+
+    def restore(self, loaded: Any) -> None:
+        state = {
+            key: value.item() if isinstance(value, torch.Tensor) else value
+            for key, value in values.decode(loaded).items()
+        }
+        self._value.load_state_dict(state)
+
+
+def _has_tracker(scaler: Any) -> bool:
+    return isinstance(getattr(scaler, "_growth_tracker", None), torch.Tensor)
+
+
+class ValueEntry(Entry):
+    """A plain value: a number, a string, a tensor, or dicts and lists of them."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        super().__init__(name)
+        self.value = value
+
+    @property
+    def fixed(self) -> bool:
+        """Whether another value cannot be written into this one, but only be put in its place."""
+        return not isinstance(self.value, MutableMapping | list | torch.Tensor)
+
+    def state(self) -> Any:
+        return values.encode(self.value, self.name)
+
+    def template(self, saved: Tree) -> Any:
+        return values.template(self.state(), saved)
+
+    def restore(self, loaded: Any) -> None:
+        """Leave in ``value`` what is to stand in the state."""
+        self.value = values.assign(self.value, values.decode(loaded))

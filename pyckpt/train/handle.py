@@ -1,0 +1,190 @@
+"""One save, from the call to its commit."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from pyckpt.dcp.writer import DirectWriter
+from pyckpt.statistics import WriteStatistics
+
+__all__ = ["ReportingWriter", "SaveHandle", "SaveStatistics"]
+
+
+@dataclass(frozen=True)
+class SaveStatistics:
+    """What a save took on this rank so far. Times are in seconds since the call; NaN for what has
+    not been reached."""
+
+    step: int
+    blocked_seconds: float
+    """How long the call took, during which training stood still."""
+    staged_seconds: float
+    written_seconds: float
+    committed_seconds: float
+    write: WriteStatistics | None
+    """What was written, and how fast; None before writing began."""
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}: blocked {1e3 * self.blocked_seconds:.1f} ms, "
+            f"staged after {self.staged_seconds:.3f} s, "
+            f"written after {self.written_seconds:.3f} s, "
+            f"committed after {self.committed_seconds:.3f} s; {self.write}"
+        )
+
+
+class SaveHandle:
+    """A save that is under way, or over. Made by ``Checkpointer.save`` and ``Checkpointer.step``.
+
+    The three futures resolve in their order, from background threads. A save that fails fails all
+    that have not resolved yet, with the same error: ``OSError``, or a class of ``pyckpt.errors``.
+
+    Attributes:
+        step: the step that is saved.
+        path: directory of the checkpoint.
+        staged: the state has been copied; what it was saved from may change.
+        written: this rank's data is on disk, with ``WriteStatistics`` (None where another rank had
+            all there was to write). It does not count yet.
+        committed: the checkpoint is whole and durable, on all ranks; with its directory.
+    """
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step = step
+        self.path = path
+        self.staged: Future[None] = Future()
+        self.written: Future[WriteStatistics | None] = Future()
+        self.committed: Future[Path] = Future()
+        self.writer: ReportingWriter | None = None
+        self._start = time.perf_counter()
+        self._blocked = math.nan
+        self._times: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        if self.committed.done():
+            state = "failed" if self.committed.exception() else "committed"
+        else:
+            state = "written" if self.written.done() else f"{self.progress:.0%} written"
+        return f"<SaveHandle of step {self.step}: {state}>"
+
+    @property
+    def progress(self) -> float:
+        """How much of this rank's data has been written, from 0 to 1; 1 when it is committed."""
+        if self.committed.done() and self.committed.exception() is None:
+            return 1.0
+        if self.writer is None or self.writer.statistics is None:
+            return 0.0
+        written = self.writer.statistics.bytes_written
+        return min(1.0, written / self.writer.bytes_planned) if self.writer.bytes_planned else 0.0
+
+    @property
+    def statistics(self) -> SaveStatistics:
+        """What it took so far. May be read from any thread."""
+        return SaveStatistics(
+            step=self.step,
+            blocked_seconds=self._blocked,
+            staged_seconds=self._times.get("staged", math.nan),
+            written_seconds=self._times.get("written", math.nan),
+            committed_seconds=self._times.get("committed", math.nan),
+            write=None if self.writer is None else self.writer.statistics,
+        )
+
+    def wait(self, timeout: float | None = None) -> Path:
+        """Wait until it is committed, ``timeout`` seconds at most; return its directory.
+
+        Raises:
+            TimeoutError: it is not committed yet.
+            OSError, PyckptError: it failed. The Checkpointer's next call raises this as well: only
+                there all ranks come by.
+        """
+        try:
+            return self.committed.result(timeout)
+        except TimeoutError:
+            raise
+        except Exception as error:
+            # concurrent.futures' own class is not the built-in one before Python 3.11.
+            if not self.committed.done():
+                raise TimeoutError(f"step {self.step} is not committed yet") from error
+            raise
+
+    # --- for those who save ---
+
+    @property
+    def seconds(self) -> float:
+        """Since the call."""
+        return time.perf_counter() - self._start
+
+    def called(self) -> None:
+        """Note that the call which started the save is over."""
+        self._blocked = time.perf_counter() - self._start
+
+    def reached(self, what: str, value: Any = None) -> None:
+        """Resolve "staged", "written" or "committed"."""
+        future: Future[Any] = getattr(self, what)
+        if not future.done():
+            self._times[what] = time.perf_counter() - self._start
+            future.set_result(value)
+
+    def fail(self, error: BaseException) -> None:
+        """Fail what has not been reached."""
+        for future in (self.staged, self.written, self.committed):
+            if not future.done():
+                future.set_exception(error)
+
+
+class ReportingWriter(DirectWriter):
+    """A DirectWriter that says when its data is on disk.
+
+    Args:
+        path: directory of the checkpoint.
+        on_written: called when this rank's data is on disk.
+        failure: makes the save fail, on all ranks. Where a rank cannot even begin, the others have
+            begun, and wait for it in a collective.
+        options: as for DirectWriter.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        on_written: Callable[[], None],
+        failure: Exception | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(path, **options)
+        self._items: Sequence[WriteItem] = ()
+        self._on_written = on_written
+        self._failure = failure
+
+    @cached_property
+    def bytes_planned(self) -> int:
+        """Bytes of the tensors that this rank writes. Adds them up when it is asked, since those
+        who do not ask should not wait for it."""
+        return sum(
+            item.tensor_data.properties.dtype.itemsize * item.tensor_data.chunk.sizes.numel()
+            for item in self._items
+            if item.tensor_data is not None
+        )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if self._failure is not None:
+            raise self._failure
+        return super().prepare_local_plan(plan)
+
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
+        self._items = plan.items
+        future = super().write_data(plan, planner)
+        self._on_written()
+        return future

@@ -1,0 +1,373 @@
+"""MetricState: what torchmetrics have accumulated, on each rank.
+
+torchmetrics keeps states out of ``state_dict``, and update counts too. DCP takes the local states
+of all ranks for one. And a synchronised state that every rank loads counts as often as there are
+ranks. Here each rank has its own, without any communication, and each state's own reduction tells
+how to bring it to another number of ranks, such that ``compute()`` gives what it would have given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pyckpt.dcp.report import some
+from pyckpt.errors import LoadError
+from pyckpt.train.per_rank import RankState
+from pyckpt.train.saved import Rank
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+else:
+    Metric = Any
+
+__all__ = ["MetricState"]
+
+
+class MetricState(RankState):
+    """The states of metrics of `torchmetrics <https://lightning.ai/docs/torchmetrics>`_.
+
+    ::
+
+        state = {"model": model, "metrics": pyckpt.MetricState(model)}
+
+    Each rank saves what it has accumulated, with ``update_count``, and gets it back; nothing is
+    synchronised. On another number of ranks, states are merged and split by their reduction:
+
+    - ``sum``, ``cat``: fewer ranks add up, or join, those of neighbours; a rank more has nothing.
+    - ``max``, ``min``: the same, and a rank more has that of all.
+    - ``mean``: every rank has the mean of all, weighted by their update counts, and an equal share
+      of the updates.
+    - none, or a function: there is no telling; it is refused, unless there were no updates.
+
+    Args:
+        metrics: a metric, a ``MetricCollection``, any module that contains metrics, or a dict or
+            list of these.
+        consolidate: save one state of all ranks, as metrics synchronise: collective, on all ranks.
+            Metrics go on with their local states after. When loaded, ``sum`` and ``cat`` are rank
+            0's, and zero and empty elsewhere; ``max``, ``min`` and ``mean`` are everyone's. What
+            cannot be reduced is refused when saving. In a single process nothing is synchronised.
+
+    Whichever way a checkpoint was saved, it is loaded that way.
+
+    Raises:
+        ModuleNotFoundError: torchmetrics is not installed.
+        TypeError: ``metrics`` is none of the above.
+        ValueError: it contains no metric.
+    """
+
+    def __init__(
+        self,
+        metrics: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module],
+        *,
+        consolidate: bool = False,
+    ) -> None:
+        import torchmetrics
+
+        del torchmetrics
+        self._roots = _roots(metrics)
+        self._consolidate = consolidate
+        if not self._find():
+            raise ValueError("There is no torchmetrics.Metric in what MetricState was given.")
+
+    # --- saving -----------------------------------------------------------------------------------
+
+    def _is_shared(self, rank: Rank) -> bool:
+        return self._consolidate
+
+    def _own(self, rank: Rank) -> Any:
+        metrics = self._find()
+        if self._consolidate and rank.world_size > 1:
+            return _consolidated(metrics, rank)
+        leaders = self._leaders()
+        return {
+            path: {"same_as": leaders[path]}
+            if path in leaders
+            else {"update_count": metric._update_count, "states": _local(metric)}
+            for path, metric in metrics.items()
+        }
+
+    # --- loading ----------------------------------------------------------------------------------
+
+    def _sources(self, saved: int, rank: Rank) -> Sequence[int]:
+        if saved == rank.world_size:
+            return [rank.index]
+        block = _block(saved, rank)
+        kinds = {
+            _kind(metric, attr) for metric in self._find().values() for attr in metric._defaults
+        }
+        local = {"sum", "cat", "max", "min"} if block else {"sum", "cat"}
+        return block if kinds <= local else range(saved)
+
+    def _take(self, states: dict[int, Any], saved: int, rank: Rank) -> None:
+        metrics = self._find()
+        found = {i: _accumulated(state, metrics) for i, state in states.items()}
+        if saved == rank.world_size:
+            for path, metric in metrics.items():
+                _set(metric, found[rank.index][path])
+            return
+        self._merge(found, _block(saved, rank), rank)
+
+    def _take_shared(self, state: Any, rank: Rank) -> None:
+        # As if rank 0 had had it all.
+        found = {0: _accumulated(state, self._find())}
+        self._merge(found, [0] if rank.index == 0 else [], rank)
+
+    def _merge(
+        self, found: dict[int, dict[str, _Accumulated]], block: list[int], rank: Rank
+    ) -> None:
+        metrics = self._find()
+        merged = {
+            path: _merge(path, metric, {i: of[path] for i, of in found.items()}, block, rank)
+            for path, metric in metrics.items()
+        }
+        for path, metric in metrics.items():
+            _set(metric, merged[path])
+
+    # --- finding ----------------------------------------------------------------------------------
+
+    def _find(self) -> dict[str, Metric]:
+        """All metrics by path. Not kept: modules may change."""
+        from torchmetrics import Metric
+
+        return {path: module for path, module in self._walk() if isinstance(module, Metric)}
+
+    def _leaders(self) -> dict[str, str]:
+        """For the metrics of a collection that share another's states, that other's path."""
+        from torchmetrics import MetricCollection
+
+        leaders: dict[str, str] = {}
+        for path, module in self._walk():
+            if isinstance(module, MetricCollection):
+                prefix = "" if path == _ROOT else f"{path}."
+                for leader, *others in module.compute_groups.values():
+                    leaders.update({f"{prefix}{other}": f"{prefix}{leader}" for other in others})
+        return leaders
+
+    def _walk(self) -> Iterator[tuple[str, nn.Module]]:
+        for root, module in self._roots.items():
+            for name, sub in module.named_modules():
+                yield ".".join(filter(None, (root, name))) or _ROOT, sub
+
+
+_ROOT = "metric"
+
+
+def _roots(metrics: Any) -> dict[str, nn.Module]:
+    if isinstance(metrics, nn.Module):
+        return {"": metrics}
+    if isinstance(metrics, Mapping):
+        roots = {str(key): value for key, value in metrics.items()}
+    elif isinstance(metrics, Sequence):
+        roots = {str(index): value for index, value in enumerate(metrics)}
+    else:
+        raise TypeError(f"MetricState takes modules, not {type(metrics).__name__}.")
+    for key, value in roots.items():
+        if not isinstance(value, nn.Module):
+            raise TypeError(f"MetricState takes modules; {key!r} is {type(value).__name__}.")
+    return roots
+
+
+@dataclass(frozen=True)
+class _Accumulated:
+    """What a metric has accumulated."""
+
+    update_count: int
+    states: dict[str, Any]
+
+
+def _accumulated(state: Mapping[str, Any], metrics: Mapping[str, Metric]) -> dict[str, Any]:
+    """What was saved, by path.
+
+    Raises:
+        LoadError: it is of other metrics than these.
+    """
+    missing = [path for path in metrics if path not in state]
+    unexpected = [path for path in state if path not in metrics]
+    if missing or unexpected:
+        parts = [f"metrics not in the checkpoint: {some(missing, 20)}"] * bool(missing)
+        parts += [f"metrics in the checkpoint only: {some(unexpected, 20)}"] * bool(unexpected)
+        raise LoadError("; ".join(parts), missing=tuple(missing), unexpected=tuple(unexpected))
+    found = {}
+    for path, metric in metrics.items():
+        entry = state[state[path].get("same_as", path)]
+        if entry["states"].keys() != metric._defaults.keys():
+            raise LoadError(
+                f"{path} has the states {sorted(metric._defaults)}, and in the checkpoint "
+                f"{sorted(entry['states'])}"
+            )
+        found[path] = _Accumulated(entry["update_count"], entry["states"])
+    return found
+
+
+# --- reading and setting a metric -------------------------------------------------------------
+
+
+def _local(metric: Metric) -> dict[str, Any]:
+    """This rank's states, of a metric that may be synchronised at the moment."""
+    if metric._is_synced and metric._cache is not None:
+        return {attr: metric._cache[attr] for attr in metric._defaults}
+    return {attr: getattr(metric, attr) for attr in metric._defaults}
+
+
+def _consolidated(metrics: Mapping[str, Metric], rank: Rank) -> dict[str, Any]:
+    """The states of all ranks together. Collective.
+
+    Raises:
+        ValueError: a state cannot be reduced; raised on all ranks, before any communication.
+    """
+    for path, metric in metrics.items():
+        for attr in metric._defaults:
+            why = _irreducible(path, metric, attr)
+            if why is not None:
+                raise ValueError(f"{why}; save it with consolidate=False")
+    # Every metric, also those that share their states with others: ranks that have had no update
+    # do not know yet which do.
+    states = {path: _synced(metric) for path, metric in metrics.items()}
+    gathered: list[Any] = [None] * rank.world_size
+    counts = [metric._update_count for metric in metrics.values()]
+    dist.all_gather_object(gathered, counts, group=rank.group)
+    totals = [sum(column) for column in zip(*gathered, strict=True)]
+    return {
+        path: {"update_count": total, "states": states[path]}
+        for path, total in zip(metrics, totals, strict=True)
+    }
+
+
+def _synced(metric: Metric) -> dict[str, Any]:
+    was_synced = metric._is_synced
+    if not was_synced:
+        metric.sync(dist_sync_fn=metric.dist_sync_fn)
+    try:
+        return {attr: getattr(metric, attr) for attr in metric._defaults}
+    finally:
+        if metric._is_synced and not was_synced:
+            metric.unsync()
+
+
+def _set(metric: Metric, found: _Accumulated) -> None:
+    for attr, default in metric._defaults.items():
+        value = found.states[attr]
+        if isinstance(default, list):
+            device = torch.device("cpu") if metric.compute_on_cpu else metric.device
+            value = [_own_copy(entry, device) for entry in _as_list(value)]
+        else:
+            value = _own_copy(value, metric.device)
+        setattr(metric, attr, value)
+    metric._update_count = found.update_count
+    metric._computed = metric._forward_cache = metric._cache = None
+    metric._is_synced = False
+
+
+def _own_copy(value: Any, device: torch.device) -> Any:
+    return value.clone().to(device) if isinstance(value, torch.Tensor) else value
+
+
+# --- other numbers of ranks -------------------------------------------------------------------
+
+
+def _kind(metric: Metric, attr: str) -> str:
+    """The name of a state's reduction; "none" and "custom" are those that cannot be undone."""
+    from torchmetrics.utilities import data
+
+    function = metric._reductions[attr]
+    if function is None:
+        return "none"
+    for name in ("sum", "cat", "max", "min", "mean"):
+        if function is getattr(data, f"dim_zero_{name}"):
+            return name
+    return "custom"
+
+
+def _irreducible(path: str, metric: Metric, attr: str) -> str | None:
+    """Why a state cannot be merged with those of other ranks; None where it can."""
+    kind = _kind(metric, attr)
+    if kind not in ("none", "custom"):
+        return None
+    what = "has no reduction" if kind == "none" else "is reduced by a function of its own"
+    return (
+        f"{path} ({type(metric).__name__}): the state {attr} {what} (dist_reduce_fx), so that it "
+        "can only be saved by each rank and loaded on as many ranks"
+    )
+
+
+def _block(saved: int, rank: Rank) -> list[int]:
+    """Of the ranks that saved, those that this one follows: neighbours, so that what is joined
+    stays in its order."""
+    if saved <= rank.world_size:
+        return [rank.index] if rank.index < saved else []
+    return [i for i in range(saved) if i * rank.world_size // saved == rank.index]
+
+
+def _merge(
+    path: str, metric: Metric, states: dict[int, _Accumulated], block: list[int], rank: Rank
+) -> _Accumulated:
+    """What one rank gets of what others had.
+
+    Args:
+        states: of all that were read, by rank; of all that saved, where a reduction needs all.
+        block: the ranks whose part it takes over.
+    """
+    mine = [states[i] for i in block]
+    total = sum(state.update_count for state in states.values())
+    count = sum(state.update_count for state in mine)
+    if any(_kind(metric, attr) == "mean" for attr in metric._defaults):
+        count = total // rank.world_size + (rank.index < total % rank.world_size)
+    merged: dict[str, Any] = {}
+    for attr, default in metric._defaults.items():
+        kind = _kind(metric, attr)
+        # A rank's may count twice in max and min, and the default of a rank that was not there
+        # should not count.
+        of = mine if mine or kind in ("sum", "cat") else list(states.values())
+        parts = [state.states[attr] for state in of]
+        if kind in ("none", "custom"):
+            if total > 0 and (rank.world_size > 1 or len(states) > 1):
+                raise LoadError(str(_irreducible(path, metric, attr)))
+            merged[attr] = parts[0] if total > 0 else default
+        elif kind == "cat":
+            entries = [entry for part in parts for entry in _as_list(part)]
+            merged[attr] = entries if isinstance(default, list) else _joined(entries, default)
+        elif kind == "mean":
+            merged[attr] = _mean(list(states.values()), attr, default)
+        elif parts:
+            merged[attr] = _REDUCE[kind](torch.stack(parts))
+        else:
+            assert isinstance(default, torch.Tensor)
+            merged[attr] = torch.zeros_like(default)
+    return _Accumulated(count, merged)
+
+
+def _as_list(value: Any) -> list[Any]:
+    """The entries of a ``cat`` state, which is one tensor where it was synchronised."""
+    if isinstance(value, list):
+        return value
+    return [value] if value.numel() else []
+
+
+def _joined(entries: list[Any], default: Any) -> Any:
+    if not entries:
+        return default
+    return torch.cat([entry if entry.dim() else entry.reshape(1) for entry in entries])
+
+
+_REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
+    "max": lambda stacked: stacked.amax(0),
+    "min": lambda stacked: stacked.amin(0),
+}
+
+
+def _mean(states: list[_Accumulated], attr: str, default: Any) -> Any:
+    updated = [state for state in states if state.update_count > 0]
+    if not updated:
+        return default
+    stacked = torch.stack([state.states[attr] for state in updated])
+    weights = torch.tensor([float(state.update_count) for state in updated], dtype=torch.float64)
+    shape = (len(updated),) + (1,) * (stacked.dim() - 1)
+    mean = (stacked * weights.view(shape)).sum(0) / weights.sum()
+    return mean.to(stacked.dtype)

@@ -1,0 +1,155 @@
+"""Modules: states under fully qualified names, whatever wraps the module."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pyckpt.dcp.report import some
+from pyckpt.errors import LoadError
+from pyckpt.train import values
+from pyckpt.train.entry import Entry
+from pyckpt.train.saved import Tree
+
+__all__ = ["ModuleEntry", "Names", "is_fsdp1", "quiet", "sharded"]
+
+# What FSDP1, activation checkpointing and torch.compile put into names. DDP's "module" may be
+# anyone's name for a submodule, and needs a look at the module.
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+class Names:
+    """The names that a module's parameters and buffers would have without its wrappers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._ddp: list[str] = []
+        for name, sub in module.named_modules(remove_duplicate=False):
+            if isinstance(sub, nn.parallel.DistributedDataParallel):
+                # Outer ones come first, so that an inner one's name is without them already.
+                self._ddp.append(self(f"{name}." if name else ""))
+
+    def __call__(self, name: str) -> str:
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        for prefix in self._ddp:
+            if name.startswith(f"{prefix}module."):
+                name = prefix + name[len(prefix) + len("module.") :]
+        return name
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Whether a module is, or contains, a ``FullyShardedDataParallel``."""
+    if not dist.is_available() or not dist.is_initialized():
+        return False
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return any(isinstance(sub, FullyShardedDataParallel) for sub in module.modules())
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's remarks on FSDP1, which is deprecated, and on what it uses itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="FSDP.set_state_dict_type")
+        warnings.filterwarnings("ignore", message="Please use DTensor instead")
+        warnings.filterwarnings("ignore", message=".*_get_pg_default_device")
+        warnings.filterwarnings("ignore", message="Multiple backends are registered")
+        yield
+
+
+@contextmanager
+def sharded(module: nn.Module) -> Iterator[None]:
+    """Let FSDP1 give and take each rank's shards; nothing for other modules."""
+    if not is_fsdp1(module):
+        yield
+        return
+    from torch.distributed.fsdp import (
+        FullyShardedDataParallel,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        StateDictType,
+    )
+
+    with (
+        quiet(),
+        FullyShardedDataParallel.state_dict_type(
+            module,
+            StateDictType.SHARDED_STATE_DICT,
+            ShardedStateDictConfig(),
+            ShardedOptimStateDictConfig(),
+        ),
+    ):
+        yield
+
+
+class ModuleEntry(Entry):
+    """A module's parameters, persistent buffers and extra states."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__(name)
+        self._module = module
+
+    def state(self) -> Any:
+        return {
+            name: value
+            if isinstance(value, torch.Tensor)
+            else values.encode(value, f"{self.name}.{name}")
+            for name, (_, value) in self._raw().items()
+        } or values.encode({}, self.name)
+
+    def template(self, saved: Tree) -> Any:
+        live = self._raw()
+        saved = saved if isinstance(saved, dict) else {}
+        unexpected = [name for name in saved if name not in live]
+        if unexpected:
+            raise LoadError(
+                f"{self.name}: the checkpoint has what the module has not ({len(unexpected)}): "
+                f"{some(unexpected, 20)}",
+                unexpected=tuple(f"{self.name}.{name}" for name in unexpected),
+            )
+        template = {}
+        for name, (_, value) in live.items():
+            if not isinstance(value, torch.Tensor):
+                template[name] = values.template(None, saved.get(name))
+            elif value.is_meta:
+                raise LoadError(f"{self.name}.{name} is on the meta device; materialize it first")
+            else:
+                template[name] = value
+        return template or None
+
+    def restore(self, loaded: Any) -> None:
+        if not isinstance(loaded, dict):
+            return  # a module without any state
+        raw: OrderedDict[str, Any] = OrderedDict()
+        with sharded(self._module):
+            state = self._module.state_dict()
+            names = Names(self._module)
+            for key in state:
+                raw[key] = values.decode(loaded[names(key)])
+            # Tells hooks of older states what they have before them.
+            raw._metadata = state._metadata  # type: ignore[attr-defined]
+            # What was loaded in place is copied onto itself, which torch sees and skips.
+            self._module.load_state_dict(raw)
+
+    def _raw(self) -> dict[str, tuple[str, Any]]:
+        """Key and value of the module's own state, by clean name."""
+        names = Names(self._module)
+        with sharded(self._module):
+            state = self._module.state_dict()
+        found: dict[str, tuple[str, Any]] = {}
+        for key, value in state.items():
+            name = names(key)
+            if name in found:
+                raise ValueError(
+                    f"{self.name}: {found[name][0]} and {key} would both be saved as {name}"
+                )
+            found[name] = (key, value)
+        return found

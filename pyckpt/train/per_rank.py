@@ -1,0 +1,193 @@
+"""What belongs to a rank: saved under its own key, so that DCP does not take one rank's for all."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pyckpt.errors import CorruptCheckpoint, LoadError
+from pyckpt.train import values
+from pyckpt.train.entry import Entry
+from pyckpt.train.saved import Path, Rank, Tree
+
+__all__ = ["PerRank", "RankEntry", "RankState"]
+
+_KEY = re.compile(r"rank-(\d+)-of-(\d+)")
+_ALL = "all-ranks"
+Merge = Callable[[list[Any], int, int], Any]
+
+
+class RankState(ABC):
+    """Something that each rank has its own of.
+
+    In a checkpoint, each rank's is under a key such as ``rank-00003-of-00008``. It is also a
+    DCP ``Stateful``, which stock PyTorch saves, and loads on as many ranks.
+    """
+
+    @abstractmethod
+    def _own(self, rank: Rank) -> Any:
+        """What this rank has to save."""
+
+    @abstractmethod
+    def _sources(self, saved: int, rank: Rank) -> Sequence[int]:
+        """Of how many ranks' states were saved, those that this rank needs.
+
+        Raises:
+            LoadError: they cannot be brought to this number of ranks.
+        """
+
+    @abstractmethod
+    def _take(self, states: dict[int, Any], saved: int, rank: Rank) -> None:
+        """Become what was saved, of the ranks named by ``_sources``."""
+
+    def _is_shared(self, rank: Rank) -> bool:
+        """Whether all ranks have come together for this save, and there is one state of all."""
+        return False
+
+    def _take_shared(self, state: Any, rank: Rank) -> None:
+        raise LoadError("it was saved as one state of all ranks, and is loaded as one of each")
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, under its key. The ranks are those of the default process group."""
+        return self._state(Rank.of(), type(self).__name__)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take what was loaded into what ``state_dict`` returns.
+
+        Raises:
+            LoadError: this rank's state is not in it. DCP alone brings it to no other number of
+                ranks than saved it; `Checkpointer` does.
+        """
+        rank = Rank.of()
+        keys = [key for key in (_ALL, _key(rank.index, rank.world_size)) if key in state_dict]
+        if not keys:
+            raise LoadError(f"{type(self).__name__}: it has no state of rank {rank.index}")
+        self._restore({keys[0]: state_dict[keys[0]]}, rank.world_size, rank)
+
+    def _state(self, rank: Rank, name: str) -> dict[str, Any]:
+        key = _ALL if self._is_shared(rank) else _key(rank.index, rank.world_size)
+        return {key: values.encode(self._own(rank), name, compact=True)}
+
+    def _wanted(self, saved: Any, rank: Rank, name: str) -> tuple[int, list[str]]:
+        """How many ranks saved it, and the keys that this rank loads.
+
+        Raises:
+            LoadError: see ``_sources``; or it was not saved per rank.
+            CorruptCheckpoint: some ranks' are missing.
+        """
+        if isinstance(saved, Mapping) and set(saved) == {_ALL}:
+            return 0, [_ALL]
+        found = [_KEY.fullmatch(str(key)) for key in saved] if isinstance(saved, Mapping) else []
+        if not found or not all(found):
+            raise LoadError(f"{name}: it was not saved as something that each rank has its own of")
+        sizes = {int(match[2]) for match in found if match}
+        size = max(sizes)
+        if len(sizes) > 1 or {int(match[1]) for match in found if match} != set(range(size)):
+            raise CorruptCheckpoint(
+                f"{name}: the checkpoint does not have the state of each of {size} ranks", key=name
+            )
+        try:
+            sources = self._sources(size, rank)
+        except LoadError as error:
+            raise LoadError(f"{name}: {error}") from error
+        return size, [_key(source, size) for source in sources]
+
+    def _restore(self, loaded: Mapping[str, Any], saved: int, rank: Rank) -> None:
+        if _ALL in loaded:
+            self._take_shared(values.decode(loaded[_ALL]), rank)
+            return
+        states = {}
+        for key, value in loaded.items():
+            match = _KEY.fullmatch(key)
+            assert match is not None
+            states[int(match[1])] = values.decode(value)
+        self._take(states, saved, rank)
+
+
+def _key(index: int, world_size: int) -> str:
+    return f"rank-{index:05}-of-{world_size:05}"
+
+
+class PerRank(RankState):
+    """Something that each rank has its own of: a dataloader, a buffer of samples, a counter.
+
+    DCP takes whatever has the same name on all ranks to be the same, and keeps one rank's::
+
+        state = {"model": model, "replay": pyckpt.PerRank(buffer)}
+
+    On as many ranks as saved it, each gets its own again. On another number, ``merge`` decides;
+    it is called on every rank as ``merge(states, rank, world_size)``, with the states of all the
+    ranks that saved, in their order, and returns what this rank, of so many, is to load.
+
+    Args:
+        value: an object with ``state_dict`` and ``load_state_dict``, or plain values and tensors.
+        merge: see above; by default the object's own method of that name, if it has one.
+
+    Attributes:
+        value: as given; a dict or list is filled in place by loading, any other plain value is
+            replaced.
+    """
+
+    def __init__(self, value: Any, *, merge: Merge | None = None) -> None:
+        self.value = value
+        self._merge: Merge | None = merge if merge is not None else getattr(value, "merge", None)
+
+    def _own(self, rank: Rank) -> Any:
+        return self.value.state_dict() if _is_stateful(self.value) else self.value
+
+    def _sources(self, saved: int, rank: Rank) -> Sequence[int]:
+        if saved == rank.world_size:
+            return [rank.index]
+        if self._merge is None:
+            raise LoadError(
+                f"saved on {saved} ranks, and {type(self.value).__name__} has no merge() to bring "
+                f"it to {rank.world_size}"
+            )
+        return range(saved)
+
+    def _take(self, states: dict[int, Any], saved: int, rank: Rank) -> None:
+        if saved == rank.world_size:
+            state = states[rank.index]
+        else:
+            assert self._merge is not None
+            state = self._merge([states[i] for i in range(saved)], rank.index, rank.world_size)
+        if _is_stateful(self.value):
+            self.value.load_state_dict(state)
+        else:
+            self.value = values.assign(self.value, state)
+
+
+def _is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
+
+
+class RankEntry(Entry):
+    """A `RankState`, in the state of an `AppState`."""
+
+    def __init__(self, name: str, value: RankState, rank: Rank) -> None:
+        super().__init__(name)
+        self._value = value
+        self._rank = rank
+        self._saved = 0
+        self._keys: frozenset[str] = frozenset()
+
+    def state(self) -> Any:
+        return self._value._state(self._rank, self.name)
+
+    def template(self, saved: Tree) -> Any:
+        self._saved, keys = self._value._wanted(saved, self._rank, self.name)
+        self._keys = frozenset(keys)
+        return dict.fromkeys(keys)
+
+    def wants(self, path: Path) -> bool:
+        return path[0] in self._keys
+
+    def restore(self, loaded: Any) -> None:
+        try:
+            self._value._restore(loaded, self._saved, self._rank)
+        except LoadError as error:
+            raise LoadError(f"{self.name}: {error}") from error

@@ -1,0 +1,216 @@
+"""The payloads of a checkpoint, read in pieces of bounded size, and checked on the way."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Collection, Iterator, Sequence
+from io import BufferedReader, RawIOBase
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+
+from pyckpt import _C
+from pyckpt.engine import Engine, default_engine
+from pyckpt.errors import CorruptCheckpoint
+
+__all__ = ["PIECE_BYTES", "Stored", "read_pieces", "stored", "verify"]
+
+PIECE_BYTES = 16 << 20
+# A piece on its way in, one that waits, one that is being used, and one to spare.
+_BUFFERS = 4
+_ALIGNMENT = 64  # so that a piece can be viewed as any dtype
+
+
+class Stored(NamedTuple):
+    """Bytes in a file, and the checksum that they should have."""
+
+    key: str
+    path: Path
+    offset: int
+    length: int
+    crc32: int
+
+
+def stored(key: str, directory: Path, info: _StorageInfo) -> Stored | None:
+    """The payload of an item, as pyckpt's metadata tells it; None for an item of another writer."""
+    extra = info.__dict__
+    if "crc32" not in extra:
+        return None
+    return Stored(
+        key,
+        directory / info.relative_path,
+        info.offset + extra["payload_offset"],
+        extra["payload_length"],
+        extra["crc32"],
+    )
+
+
+def read_pieces(
+    payloads: Sequence[Stored], *, engine: Engine | None = None
+) -> Iterator[tuple[Stored, torch.Tensor]]:
+    """Read payloads one after another, each in pieces of ``PIECE_BYTES`` but the last of it.
+
+    Yields each piece, a tensor of bytes, with its payload. The memory of a piece is used again for
+    the third one after it.
+
+    Raises:
+        CorruptCheckpoint: a payload has not the checksum that it should have, known when its last
+            piece was read; or its file ends before it does.
+        OSError: a file cannot be read.
+    """
+    buffers = [torch.empty(0, dtype=torch.uint8)] * _BUFFERS
+    turn = crc32 = 0
+    for batch in _batches(payloads):
+        job = _C.ReadJob((engine or default_engine()).native)
+        files: dict[Path, int] = {}
+        if not buffers[turn].numel():
+            buffers[turn] = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+        views = []
+        place = 0
+        for _, _, length in batch:
+            views.append(buffers[turn][place : place + length])
+            place += _aligned(length)
+        turn = (turn + 1) % _BUFFERS
+        for (payload, at, length), view in zip(batch, views, strict=True):
+            if payload.path not in files:
+                _check_length(payload)
+                files[payload.path] = job.add_file(os.fsencode(payload.path))
+            if length:
+                job.add_tensor(files[payload.path], payload.offset + at, view)
+        checksums = iter(job.run())
+        for (payload, at, length), view in zip(batch, views, strict=True):
+            found = next(checksums) if length else 0
+            if at:
+                found ^= _C.crc32_shift(crc32, length)  # of the pieces before
+            crc32 = found
+            if at + length == payload.length and crc32 != payload.crc32:
+                raise CorruptCheckpoint(
+                    f"{payload.key} in {payload.path} at {payload.offset}: CRC-32 expected "
+                    f"{payload.crc32:#010x}, found {crc32:#010x}",
+                    path=str(payload.path),
+                    key=payload.key,
+                    offset=payload.offset,
+                    expected=payload.crc32,
+                    found=crc32,
+                )
+            yield payload, view
+
+
+def _batches(payloads: Sequence[Stored]) -> Iterator[list[tuple[Stored, int, int]]]:
+    """Payloads, offsets in them and lengths; as many as fit into one piece at a time."""
+    batch: list[tuple[Stored, int, int]] = []
+    room = PIECE_BYTES
+    for payload in payloads:
+        at = 0
+        while True:
+            length = min(payload.length - at, PIECE_BYTES)
+            if length > room:
+                yield batch
+                batch, room = [], PIECE_BYTES
+            batch.append((payload, at, length))
+            room -= _aligned(length)
+            at += length
+            if at == payload.length:
+                break
+    if batch:
+        yield batch
+
+
+def _aligned(length: int) -> int:
+    return -(-length // _ALIGNMENT) * _ALIGNMENT
+
+
+def _check_length(payload: Stored) -> None:
+    found = payload.path.stat().st_size
+    if found < payload.offset + payload.length:
+        raise CorruptCheckpoint(
+            f"{payload.path} has {found} bytes, and {payload.key} lies beyond them",
+            path=str(payload.path),
+            key=payload.key,
+            expected=payload.offset + payload.length,
+            found=found,
+        )
+
+
+def verify(
+    directory: Path,
+    metadata: Metadata,
+    *,
+    keys: Collection[str] | None = None,
+    engine: Engine | None = None,
+) -> None:
+    """Read a checkpoint, or what it holds under some keys, and compare all checksums that it has.
+
+    Items that stock wrote have theirs in the archive that each of them is.
+
+    Raises:
+        CorruptCheckpoint: some do not match; the first that was found.
+        OSError: a file cannot be read.
+    """
+    ours: list[Stored] = []
+    others: list[tuple[str, _StorageInfo]] = []
+    for index, info in (metadata.storage_data or {}).items():
+        if keys is None or index.fqn in keys:
+            payload = stored(index.fqn, directory, info)
+            if payload is None:
+                others.append((index.fqn, info))
+            else:
+                ours.append(payload)
+    ours.sort(key=lambda payload: (payload.path, payload.offset))
+    for _ in read_pieces(ours, engine=engine):
+        pass
+    for key, info in others:
+        _verify_archive(key, directory / info.relative_path, info)
+
+
+def _verify_archive(key: str, path: Path, info: _StorageInfo) -> None:
+    with path.open("rb") as file:
+        window = _Window(file, info.offset, info.length)
+        if window.read(4) != b"PK\3\4":
+            return  # an item without checksums
+        try:
+            with zipfile.ZipFile(window) as archive:  # type: ignore[arg-type]
+                # All zero: written with torch.serialization.set_crc32_options(False).
+                written = any(record.CRC for record in archive.infolist())
+                damaged = archive.testzip() if written else None
+        except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError) as error:
+            damaged = str(error)
+    if damaged is not None:
+        raise CorruptCheckpoint(
+            f"{key} in {path} at {info.offset}: its checksums do not match ({damaged})",
+            path=str(path),
+            key=key,
+            offset=info.offset,
+        )
+
+
+class _Window(RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, file: BufferedReader, offset: int, length: int) -> None:
+        self._file, self._offset, self._length = file, offset, length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = (0, self._at, self._length)[whence] + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        self._file.seek(self._offset + self._at)
+        data = self._file.read(left if size < 0 else min(size, left)) or b""
+        self._at += len(data)
+        return data

@@ -1,0 +1,163 @@
+"""Restoring: all ranks load the same checkpoint, or none does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from pyckpt.dcp.reader import DirectReader
+from pyckpt.dcp.report import LoadReport
+from pyckpt.engine import Engine
+from pyckpt.errors import CorruptCheckpoint, LoadError
+from pyckpt.train.app_state import AppState
+from pyckpt.train.catalog import Catalog, CheckpointInfo, reading
+from pyckpt.train.ranks import Ranks
+
+__all__ = ["Restorer"]
+
+_logger = logging.getLogger("pyckpt")
+
+
+class Restorer:
+    """Finds what all ranks can load, and loads it.
+
+    Attributes:
+        report: of the last load, on this rank.
+        distrusted: steps whose checkpoints look valid and proved corrupt.
+    """
+
+    def __init__(self, catalog: Catalog, ranks: Ranks, engine: Engine | None) -> None:
+        self._catalog = catalog
+        self._ranks = ranks
+        self._engine = engine
+        self.report: LoadReport | None = None
+        self.distrusted: set[int] = set()
+
+    def restore(
+        self, state: Mapping[str, Any], step: int | None, options: Mapping[str, Any]
+    ) -> int | None:
+        """See ``Checkpointer.restore``."""
+        limit = step
+        first: Exception | None = None
+        while True:
+            found = self._agree_on_newest(limit, exactly=step)
+            if found is None:
+                if first is not None:
+                    raise first
+                self._raise_if_damaged()
+                return None
+            failure = self._load(found, state, options)
+            if failure is None:
+                self._tell_newer(found)
+                return found.step
+            if step is not None:
+                raise failure
+            first = first or failure
+            _logger.error(
+                "%s is corrupt and is passed over for an older checkpoint: %s", found.path, failure
+            )
+            self.distrusted.add(found.step)
+            limit = found.step - 1
+
+    def _agree_on_newest(
+        self, limit: int | None, *, exactly: int | None = None
+    ) -> CheckpointInfo | None:
+        """The newest checkpoint up to a step that every rank sees."""
+        while True:
+            mine = self._catalog.newest(limit)
+            number = -1 if mine is None else mine.step
+            if exactly is not None and number != exactly:
+                number, mine = -1, None
+            lowest, highest = -self._ranks.largest(-number), self._ranks.largest(number)
+            if exactly is not None and lowest != exactly:
+                entry = self._catalog.examine(exactly)
+                where = "" if number != exactly else " on other ranks"
+                raise FileNotFoundError(
+                    2,
+                    f"no valid checkpoint{where} ({entry.state}: {entry.reason})",
+                    str(entry.path),
+                )
+            if lowest == highest:
+                return mine
+            if lowest == -1:
+                raise LoadError(
+                    f"{self._catalog.directory}: some ranks see a checkpoint of step {highest} "
+                    "there, and others none that is valid; is it the same directory for all?"
+                )
+            if number > lowest:
+                _logger.warning("%s is not valid on all ranks, or not seen by them", mine)
+            limit = lowest
+
+    def _load(
+        self, found: CheckpointInfo, state: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> Exception | None:
+        """Load a checkpoint on all ranks; return why it cannot be read, the same on all of them.
+
+        Raises:
+            Exception: what has other reasons.
+        """
+        failure: Exception | None = None
+        with ExitStack() as held:
+            try:
+                held.enter_context(reading(found.path))
+            except OSError as error:
+                failure = error
+            # None may begin to load, which is collective, where one cannot.
+            if not self._ranks.largest(int(failure is not None)):
+                try:
+                    reader = DirectReader(found.path, engine=self._engine)
+                    self.report = AppState(state, process_group=self._ranks.work).load(
+                        reader, **options
+                    )
+                except Exception as error:
+                    failure = error
+        outcome = 0 if failure is None else 1 if _is_damage(failure) else 2
+        worst = self._ranks.largest(outcome)
+        if worst == 0:
+            return None
+        if worst == 2:
+            raise failure or LoadError(f"{found.path} could not be loaded on another rank")
+        return failure or CorruptCheckpoint(
+            f"{found.path} could not be read on another rank", path=str(found.path)
+        )
+
+    def _raise_if_damaged(self) -> None:
+        """To start again from nothing, because everything is damaged, is not for us to decide."""
+        damaged = [e for e in self._catalog.entries() if e.state == "damaged"]
+        if self._ranks.largest(len(damaged)):
+            what = "; ".join(map(str, damaged)) or "as other ranks see it"
+            raise CorruptCheckpoint(
+                f"{self._catalog.directory} holds damaged checkpoints only ({what}); move them "
+                "away to start from the beginning",
+                path=str(self._catalog.directory),
+            )
+
+    def _tell_newer(self, found: CheckpointInfo) -> None:
+        if self._ranks.rank:
+            return
+        newer = [step for step in self._catalog.steps() if step > found.step]
+        entries = [self._catalog.examine(step) for step in reversed(newer)]
+        for entry in entries:
+            if entry.state == "valid" and entry.step not in self.distrusted:
+                _logger.warning(
+                    "%s is newer than step %d, which was restored; the next restore will find it "
+                    "first, unless it is moved away",
+                    entry.path,
+                    found.step,
+                )
+            else:
+                _logger.warning("passed over %s", entry)
+
+
+def _is_damage(error: BaseException) -> bool:
+    """Whether a load failed because of what is on disk, on all the ranks where it failed."""
+    if isinstance(error, LoadError) and error.failures and error.__cause__ is not None:
+        causes: list[BaseException] = []
+        cause: BaseException | None = error.__cause__
+        while cause is not None and len(causes) < len(error.failures):
+            causes.append(cause)
+            cause = cause.__cause__
+        return all(_is_damage(cause) for cause in causes)
+    return isinstance(error, OSError | CorruptCheckpoint)

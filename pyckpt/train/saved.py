@@ -1,0 +1,72 @@
+"""What a checkpoint holds, as the tree that it was saved from; and which rank asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+
+from pyckpt.errors import CorruptCheckpoint
+
+__all__ = ["Path", "Rank", "Tree", "leaves", "paths", "tree"]
+
+Path: TypeAlias = tuple[str | int, ...]
+Tree: TypeAlias = Any
+"""A dict by path part (an int in a list), down to the metadata of an item."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among those that save or load together."""
+
+    index: int = 0
+    world_size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None = None) -> Rank:
+        if not dist.is_available() or not dist.is_initialized():
+            return cls()
+        return cls(dist.get_rank(group), dist.get_world_size(group), group)
+
+
+def paths(metadata: Metadata) -> dict[str, Path]:
+    """The path in the saved state of each key; the key itself where none was recorded."""
+    recorded = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    found: dict[str, Path] = {}
+    for key in metadata.state_dict_metadata:
+        path = recorded.get(key)
+        known = isinstance(path, tuple | list) and path
+        found[key] = tuple(path) if known else (key,)  # type: ignore[arg-type]
+    return found
+
+
+def tree(metadata: Metadata) -> dict[str, Tree]:
+    """The items of a checkpoint in the places that they had in the state.
+
+    Raises:
+        CorruptCheckpoint: two items contradict each other.
+    """
+    root: dict[Any, Any] = {}
+    for key, path in paths(metadata).items():
+        node = root
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise CorruptCheckpoint(f"{key} is in the checkpoint as a value and more", key=key)
+        if path[-1] in node:
+            raise CorruptCheckpoint(f"the checkpoint has {key} twice", key=key)
+        node[path[-1]] = metadata.state_dict_metadata[key]
+    return root
+
+
+def leaves(node: Tree, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The items below a node, with their paths."""
+    if isinstance(node, dict):
+        for part, sub in node.items():
+            yield from leaves(sub, (*path, part))
+    else:
+        yield path, node

@@ -1,0 +1,197 @@
+"""Saves in the background, one at a time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from pyckpt.dcp.failures import error_of
+from pyckpt.dcp.save_planner import SavePlanner
+from pyckpt.dcp.stager import PinnedStager
+from pyckpt.engine import Engine
+from pyckpt.errors import SaveError
+from pyckpt.train.app_state import AppState
+from pyckpt.train.catalog import NOTE_KEY, Catalog, note
+from pyckpt.train.handle import ReportingWriter, SaveHandle
+from pyckpt.train.ranks import Ranks
+
+__all__ = ["Saver"]
+
+_logger = logging.getLogger("pyckpt")
+
+
+class Saver:
+    """Starts saves, and knows how they ended. All ranks start the same saves.
+
+    For one thread, but for the counts, which any may read.
+
+    Args:
+        catalog: where they go.
+        ranks: who saves together.
+        engine: the memory and threads to use; by default those that everyone shares.
+        on_commit: called with each save that was committed, by the thread that committed it.
+
+    Attributes:
+        started, ended: how many saves were, ended ones whether well or badly.
+        failed: the number of the last save that failed, 1 for the first of all.
+        failures: how many failed.
+        writing: steps whose directories are being written.
+        handle: the last save.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        ranks: Ranks,
+        engine: Engine | None,
+        *,
+        on_commit: Callable[[SaveHandle], None],
+    ) -> None:
+        self._catalog = catalog
+        self._ranks = ranks
+        self._engine = engine
+        self._on_commit = on_commit
+        # Kept from save to save, for what they remember of the state.
+        self._planner = SavePlanner()
+        self._stager = PinnedStager(engine=engine)
+        self._told = 0  # the last failure that was raised
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self.started = 0
+        self.ended = 0
+        self.failed = 0
+        self.failures = 0
+        self.writing: set[int] = set()
+        self.handle: SaveHandle | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way, as far as this rank knows."""
+        return self.handle is not None and not self.handle.committed.done()
+
+    def counts(self) -> tuple[int, int]:
+        """How many saves ended, and the number of the last that failed; of one moment."""
+        with self._lock:
+            return self.ended, self.failed
+
+    def wait(self) -> None:
+        """Wait until no save is under way."""
+        if self.handle is not None:
+            wait_for([self.handle.committed])
+
+    def close(self) -> None:
+        """Let go of what staging takes. Call it when no save is under way."""
+        self._stager.close()
+
+    def raise_failure(self, failed: int | None = None) -> None:
+        """Raise why the save of a number, default the last that failed, did; once for each."""
+        failed = self.failed if failed is None else failed
+        if failed > self._told:
+            self._told = failed
+            raise self._failure or SaveError("a save failed on another rank")
+
+    def untold(self) -> BaseException | None:
+        """The failure that was not raised yet."""
+        return self._failure if self.failed > self._told else None
+
+    def start(
+        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], *, final: bool
+    ) -> SaveHandle:
+        """Start to save. Waits for a save that is under way. Raises nothing: the handle does."""
+        self.wait()
+        path = self._catalog.path(step)
+        handle = SaveHandle(step, path)
+        with self._lock:
+            self.started += 1
+            number = self.started
+        self.writing.add(step)
+        self.handle = handle
+        # From here on the other ranks count on this one to take part, whatever happens.
+        try:
+            upload = self._async_save(self._tree(step, state, metrics, final), handle)
+        except Exception as error:
+            try:
+                upload = self._async_save({}, handle, failure=error)
+            except Exception:
+                upload = Future()
+                upload.set_exception(error)
+        handle.called()
+        upload.add_done_callback(lambda done: self._end(number, handle, done))
+        return handle
+
+    def _tree(
+        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], final: bool
+    ) -> dict[str, Any]:
+        """What is saved, on this rank."""
+        if NOTE_KEY in state:
+            raise ValueError(f"the name {NOTE_KEY!r} is taken, by what a checkpoint says of itself")
+        objects = AppState(state, process_group=self._ranks.work)
+        tree = objects.state_dict()
+        # What these change in place, nothing else does: it is copied while training goes on.
+        if objects.optimizers != self._stager.optimizers:
+            self._stager.close()
+            self._stager = PinnedStager(optimizers=objects.optimizers, engine=self._engine)
+        if self._ranks.rank == 0:
+            numbers = {name: float(value) for name, value in metrics.items()}
+            tree[NOTE_KEY] = note(step, final=final, metrics=numbers)
+        return tree
+
+    def _async_save(
+        self, tree: dict[str, Any], handle: SaveHandle, *, failure: Exception | None = None
+    ) -> Future[Any]:
+        """Start to save, or to fail; the one place that knows how states are staged."""
+        handle.writer = writer = ReportingWriter(
+            handle.path,
+            failure=failure,
+            on_written=lambda: self._written(handle),
+            stager=self._stager,
+            engine=self._engine,
+        )
+        upload: Any = async_save(
+            tree,
+            storage_writer=writer,
+            planner=self._planner,
+            process_group=self._ranks.work,
+            no_dist=self._ranks.work is None,
+        )
+
+        def staged(future: Future[None]) -> None:
+            if not future.cancelled() and future.exception() is None:
+                handle.reached("staged")
+
+        writer.staged.add_done_callback(staged)
+        started: Future[Any] = upload
+        return started
+
+    def _written(self, handle: SaveHandle) -> None:
+        handle.reached("staged")
+        handle.reached("written", None if handle.writer is None else handle.writer.statistics)
+
+    def _end(self, number: int, handle: SaveHandle, upload: Future[Any]) -> None:
+        """A save ended. Called by the thread that made it."""
+        failure = upload.exception()
+        if isinstance(failure, CheckpointException):
+            failure = error_of(
+                failure, alone=self._ranks.size == 1, kind=SaveError, doing=f"saving {handle.path}"
+            )
+        self.writing.discard(handle.step)
+        with self._lock:
+            if failure is not None:
+                self.failed = number
+                self.failures += 1
+                self._failure = failure
+            self.ended = number
+        if failure is not None:
+            self._stager.take_failure()  # which would make the next save fail: we tell of it here
+            handle.fail(failure)
+            return
+        self._on_commit(handle)
+        self._written(handle)  # a rank that had nothing to write did not say so
+        handle.reached("committed", handle.path)

@@ -1,0 +1,76 @@
+"""Signals that ask a job to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+__all__ = ["StopSignals"]
+
+_SAME_SIGNAL_SECONDS = 1.0
+
+
+class StopSignals:
+    """Counts what it is sent, and does nothing else: saving from a handler would see a state in the
+    middle of a step.
+
+    A second signal gives up: what handled the signal before is put back, and it is delivered
+    again, so that by default the process ends at once. The same signal within a second of the first
+    is the same request: schedulers signal a launcher and its workers, and the launcher passes its
+    own on.
+
+    Args:
+        names: signals such as "SIGTERM" or ``signal.SIGTERM``.
+        clock: seconds, for tests.
+
+    Raises:
+        ValueError: no such signal; or there are signals, and this is not the main thread, which
+            alone can handle them.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str | signal.Signals],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        try:
+            numbers = [
+                signal.Signals[n] if isinstance(n, str) else signal.Signals(n) for n in names
+            ]
+        except KeyError as error:
+            raise ValueError(f"there is no signal {error}") from None
+        if numbers and threading.current_thread() is not threading.main_thread():
+            raise ValueError("on_signals needs the main thread, which alone can handle signals")
+        self._clock = clock
+        self._first: float | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+        for number in dict.fromkeys(numbers):
+            self._previous[number] = signal.signal(number, self._handle)
+
+    @property
+    def received(self) -> bool:
+        """Whether a signal came."""
+        return self._first is not None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = self._clock()
+        if self._first is None:
+            self._first = now
+        elif now - self._first >= _SAME_SIGNAL_SECONDS:
+            self.close()
+            os.kill(os.getpid(), number)
+
+    def close(self) -> None:
+        """Put back what handled the signals before. Idempotent."""
+        while self._previous:
+            number, previous = self._previous.popitem()
+            # What somebody else has installed since is theirs to keep.
+            if signal.getsignal(number) == self._handle:
+                # None is a handler that C code installed, which Python cannot put back.
+                signal.signal(number, signal.SIG_DFL if previous is None else previous)

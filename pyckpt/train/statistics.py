@@ -1,0 +1,120 @@
+"""What saving costs a training run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from pyckpt.train.advice import Advice, advise
+
+__all__ = ["CheckpointerStatistics", "Stopwatch"]
+
+_SAMPLES = 512
+_DAY_HOURS = 24.0
+
+
+@dataclass(frozen=True)
+class CheckpointerStatistics:
+    """What a Checkpointer did so far on this rank. Seconds are medians where they are of many."""
+
+    saves: int = 0
+    """Saves that were started."""
+    failed: int = 0
+    skipped: int = 0
+    """Saves that were due while another was under way, and left out."""
+    pruned: int = 0
+    """Checkpoints that were removed (counted on rank 0)."""
+    blocked_seconds: float = 0.0
+    """How long a save keeps its caller."""
+    slowed_seconds: float = 0.0
+    """By how much a save slows the steps that run beside it, all of them together."""
+    commit_seconds: float = 0.0
+    """From the call to the commit."""
+    step_seconds: float = 0.0
+    """From one call of ``step`` to the next, while nothing is saved."""
+    restore_seconds: float = 0.0
+    """Of the last ``restore``."""
+
+    def advice(self, mtbf_hours: float) -> Advice | None:
+        """How often to save; None before a save and a step were measured.
+
+        Raises:
+            ValueError: ``mtbf_hours`` is not positive.
+        """
+        if not mtbf_hours > 0:
+            raise ValueError(f"{mtbf_hours = } must be positive.")
+        if not self.commit_seconds or not self.step_seconds:
+            return None
+        return advise(
+            mtbf_hours=mtbf_hours,
+            save_seconds=self.blocked_seconds + self.slowed_seconds,
+            commit_seconds=self.commit_seconds,
+            step_seconds=self.step_seconds,
+            restart_seconds=self.restore_seconds,
+        )
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.saves} saves ({self.failed} failed, {self.skipped} skipped), "
+            f"{self.pruned} pruned; a save blocks {1e3 * self.blocked_seconds:.1f} ms, slows steps "
+            f"by {1e3 * self.slowed_seconds:.1f} ms, commits after {self.commit_seconds:.3f} s; "
+            f"a step takes {1e3 * self.step_seconds:.1f} ms"
+        )
+        advice = self.advice(_DAY_HOURS)
+        return text if advice is None else f"{text}; {advice}"
+
+
+class Stopwatch:
+    """Tells the steps that run beside a save from those that run alone. For one thread, but for
+    ``committed``."""
+
+    def __init__(self) -> None:
+        self._left: float | None = None
+        self._alone: deque[float] = deque(maxlen=_SAMPLES)
+        self._beside: deque[float] = deque(maxlen=_SAMPLES)
+        self._beside_count = 0
+        self._beside_saves = 0
+        self._was_saving = False
+        self._blocked: deque[float] = deque(maxlen=_SAMPLES)
+        self._commits: deque[float] = deque(maxlen=_SAMPLES)
+
+    def enter(self, saving: bool) -> None:
+        """The training loop calls: a step is over."""
+        if self._left is not None:
+            seconds = time.perf_counter() - self._left
+            if saving or self._was_saving:
+                self._beside.append(seconds)
+                self._beside_count += 1
+            else:
+                self._alone.append(seconds)
+
+    def leave(self, saving: bool, blocked: float | None) -> None:
+        """The call returns; ``blocked`` is what a save took of it, if it started one."""
+        if blocked is not None:
+            self._blocked.append(blocked)
+            self._beside_saves += 1
+        self._was_saving = saving
+        self._left = time.perf_counter()
+
+    def pause(self) -> None:
+        """What comes now is no step."""
+        self._left = None
+
+    def committed(self, seconds: float) -> None:
+        self._commits.append(seconds)
+
+    def statistics(self, **counts: float) -> CheckpointerStatistics:
+        step = statistics.median(self._alone) if self._alone else 0.0
+        slowed = 0.0
+        if self._alone and self._beside and self._beside_saves:
+            extra = statistics.fmean(self._beside) - step
+            slowed = max(0.0, extra * self._beside_count / self._beside_saves)
+        return CheckpointerStatistics(
+            blocked_seconds=statistics.median(self._blocked) if self._blocked else 0.0,
+            slowed_seconds=slowed,
+            commit_seconds=statistics.median(self._commits) if self._commits else 0.0,
+            step_seconds=step,
+            **counts,  # type: ignore[arg-type]
+        )

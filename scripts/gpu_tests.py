@@ -1,0 +1,53 @@
+"""Runs the tests marked ``cuda``. Fails where one was skipped, or none was run.
+
+python scripts/gpu_tests.py [arguments of pytest]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+
+class Count:
+    """How many ran, and which did not."""
+
+    def __init__(self) -> None:
+        self.ran = 0
+        self.skipped: list[str] = []
+        self._root = Path()
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        self._root = config.rootpath  # which nodes' names are relative to
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        # A module that is skipped as a whole never tells its marks.
+        path = self._root / report.nodeid
+        if report.skipped and path.suffix == ".py" and "mark.cuda" in path.read_text():
+            self.skipped.append(report.nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped:
+            self.skipped.append(report.nodeid)
+        elif report.when == "call":
+            self.ran += 1
+
+
+def main(arguments: list[str]) -> int:
+    root = Path(__file__).resolve().parent.parent
+    os.chdir(root)
+    sys.path.insert(0, str(root))  # built in place, not installed
+    os.environ["PYCKPT_REQUIRE_CUDA"] = "1"
+    count = Count()
+    code = pytest.main(["-m", "cuda", "-p", "pyckpt_pytest", *arguments], plugins=[count])
+    print(f"tests on the GPU: {count.ran} ran, {len(count.skipped)} skipped")
+    if count.skipped:
+        print("skipped, which counts as failed:", *count.skipped, sep="\n  ")
+    return 1 if count.skipped or not count.ran else int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

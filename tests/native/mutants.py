@@ -1,0 +1,304 @@
+"""Takes the waits of the CUDA path out, one at a time, and sees that a native test notices.
+
+Each mutant is csrc with one place changed, built without optimisation and run against cuda_tests
+and the native tests of staging. A test that fails, crashes or hangs has found it. Exits with 1
+where a mutant lives, or where the place that it changes is not there any more.
+
+    python3 tests/native/mutants.py [name ...]
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+WORK = ROOT / "build" / "native" / "mutants"
+FILTER = "StageCuda*:IoCuda*:ErrorCuda*:StageJob*:TransferBatch*"
+# A mutant that hangs is given up after this; the tests themselves take a few seconds.
+TIMEOUT_S = 90
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str = ""
+
+
+MUTANTS = (
+    # device_cuda.cpp
+    Mutant(
+        "follow: the copies to the host do not wait",
+        "device_cuda.cpp",
+        'check(cudaStreamWaitEvent(to_host_, event.get(), 0), "cudaStreamWaitEvent");',
+    ),
+    Mutant(
+        "follow: the copies from the host do not wait",
+        "device_cuda.cpp",
+        'check(cudaStreamWaitEvent(from_host_, event.get(), 0), "cudaStreamWaitEvent");',
+    ),
+    Mutant(
+        "follow: its event is not recorded",
+        "device_cuda.cpp",
+        'check(cudaEventRecord(event.get(), program), "cudaEventRecord");',
+    ),
+    Mutant(
+        "follow: a capture is not noticed",
+        "device_cuda.cpp",
+        "if (capture != cudaStreamCaptureStatusNone) {",
+        "if (false) {",
+    ),
+    Mutant(
+        "hold: the program does not wait",
+        "device_cuda.cpp",
+        "check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), copies.event(), 0),\n"
+        '          "cudaStreamWaitEvent");',
+        "(void)stream, (void)copies;",
+    ),
+    Mutant(
+        "a ticket is not recorded",
+        "device_cuda.cpp",
+        "ticket->record(stream);",
+    ),
+    Mutant(
+        "a ticket is recorded before its copies",
+        "device_cuda.cpp",
+        "queue(transfers, kind, stream);\n      ticket->record(stream);",
+        "ticket->record(stream);\n      queue(transfers, kind, stream);",
+    ),
+    Mutant(
+        "a ticket does not wait",
+        "device_cuda.cpp",
+        'check(cudaEventSynchronize(event_.get()), "cudaEventSynchronize");',
+    ),
+    Mutant(
+        "a ticket waits without a current device",
+        "device_cuda.cpp",
+        "// Without a current device, waiting would make a context on device 0.\n"
+        '    check(cudaSetDevice(index_), "cudaSetDevice");',
+    ),
+    Mutant(
+        "the device is not made the current one",
+        "device_cuda.cpp",
+        'check(cudaSetDevice(index_), "cudaSetDevice");\n    if (prepared_',
+        "if (prepared_",
+    ),
+    Mutant(
+        "a ticket spins",
+        "device_cuda.cpp",
+        "cudaEventDisableTiming | cudaEventBlockingSync",
+        "cudaEventDisableTiming",
+    ),
+    Mutant(
+        "an error leaves copies behind",
+        "device_cuda.cpp",
+        "ignore(cudaStreamSynchronize(stream));",
+    ),
+    Mutant(
+        "copies are ordered with the default stream",
+        "device_cuda.cpp",
+        "stream, cudaStreamNonBlocking",
+        "stream, cudaStreamDefault",
+    ),
+    Mutant(
+        "copies go into memory that is not registered",
+        "device_cuda.cpp",
+        "    prepare_();\n",
+    ),
+    Mutant(
+        "an event is not used again",
+        "device_cuda.cpp",
+        "free_.push_back(event);",
+        "cudaEvent_t kept = event;\n    (void)kept;",
+    ),
+    Mutant(
+        "only the first small copies are launched",
+        "device_cuda.cpp",
+        "i < small.size(); i += kPackTransfers",
+        "i < std::min(small.size(), kPackTransfers); i += kPackTransfers",
+    ),
+    # stage_job.cpp
+    Mutant(
+        "the program is not held for what is not guarded",
+        "stage_job.cpp",
+        "if (last.device == device) device->hold(stream, *last.ticket);",
+    ),
+    Mutant(
+        "the guard does not hold",
+        "stage_job.cpp",
+        "if (ticket) device->hold(stream, *ticket);",
+    ),
+    Mutant(
+        "the guard does not wait for what is still to be queued",
+        "stage_job.cpp",
+        "changed_.wait(lock, [this] { return error_ || queued_; });",
+    ),
+    Mutant(
+        "the guard is for the first ticket",
+        "stage_job.cpp",
+        "last->ticket = ticket;",
+    ),
+    Mutant(
+        "a copy is not waited for",
+        "stage_job.cpp",
+        "  try {\n    ticket->wait();\n  } catch (...) {\n    fail(std::current_exception());",
+        "  try {\n  } catch (...) {\n    fail(std::current_exception());",
+    ),
+    Mutant(
+        "regions are given back while they are written to",
+        "stage_job.cpp",
+        "void StageJob::release_regions() noexcept {\n  quiesce();",
+        "void StageJob::release_regions() noexcept {",
+    ),
+    Mutant(
+        "a job that is dropped does not wait",
+        "stage_job.cpp",
+        "  if (forked()) return;\n  quiesce();",
+        "  if (forked()) return;",
+    ),
+    Mutant(
+        "quiesce does not wait for devices",
+        "stage_job.cpp",
+        "      of_device.ticket->wait();",
+        "      (void)of_device;",
+    ),
+    Mutant(
+        "quiesce takes the tickets along",
+        "stage_job.cpp",
+        "last = last_;",
+        "last = std::exchange(last_, {});",
+    ),
+    Mutant(
+        "quiesce does not wait for what is still to be queued",
+        "stage_job.cpp",
+        "changed_.wait(lock, [this] { return units_left_ == 0 && queued_; });\n    last",
+        "last",
+    ),
+    Mutant(
+        "wait_volatile does not wait",
+        "stage_job.cpp",
+        "  help(volatile_units_);\n  std::unique_lock lock(mutex_);\n"
+        "  changed_.wait(lock, [this] { return error_ || volatile_left_ == 0; });",
+        "  std::unique_lock lock(mutex_);",
+    ),
+    Mutant(
+        "wait_host does not wait",
+        "stage_job.cpp",
+        "  help(units_.size());\n  std::unique_lock lock(mutex_);\n"
+        "  changed_.wait(lock, [this] { return error_ || (units_left_ == 0 && queued_); });",
+        "  std::unique_lock lock(mutex_);",
+    ),
+    Mutant(
+        "wait does not wait for devices",
+        "stage_job.cpp",
+        "for (const Copy& copy : device_copies_) copy.staged->wait();",
+    ),
+    Mutant(
+        "who waits does not help",
+        "stage_job.cpp",
+        "  help(volatile_units_);",
+    ),
+    Mutant(
+        "a failure to queue is not told",
+        "stage_job.cpp",
+        "queue(device, /*guarded=*/true);\n  } catch (...) {\n    fail(std::current_exception());",
+        "queue(device, /*guarded=*/true);\n  } catch (...) {",
+    ),
+    # transfer_batch.cpp, write_job.cpp, read_job.cpp
+    Mutant(
+        "a batch does not wait",
+        "transfer_batch.cpp",
+        "      ticket->wait();",
+        "      (void)ticket;",
+    ),
+    Mutant(
+        "a batch leaves what is beside an error",
+        "transfer_batch.cpp",
+        "  for (const std::shared_ptr<Ticket>& ticket : tickets) {",
+        "  if (error) std::rethrow_exception(error);\n"
+        "  for (const std::shared_ptr<Ticket>& ticket : tickets) {",
+    ),
+    Mutant(
+        "a staged payload is written before it is there",
+        "write_job.cpp",
+        "  if (source.staged) source.staged->wait();",
+    ),
+    Mutant(
+        "a staged payload is written in place before it is there",
+        "write_job.cpp",
+        "if (piece.item->source.staged) piece.item->source.staged->wait();",
+    ),
+)
+
+
+def make(source: Path) -> bool:
+    """Builds the tests from that csrc; only what changed is compiled."""
+    command = ["make", "-s", "-C", str(HERE), f"-j{os.cpu_count()}", "build"]
+    command += [f"CSRC={source}", f"OUT={WORK / 'out'}", "FLAGS_plain=-O0 -Wno-error"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        print(done.stdout + done.stderr, file=sys.stderr)
+    return done.returncode == 0
+
+
+def first_failure() -> str:
+    """What the tests say against what was built; empty where they pass."""
+    environment = dict(os.environ, TEST_HANG_SECONDS="5")
+    for program in ("cuda_tests", "native_tests"):
+        command = [str(WORK / "out" / program), "--gtest_brief=1", "--gtest_fail_fast"]
+        command.append(f"--gtest_filter={FILTER}")
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S
+            )
+        except subprocess.TimeoutExpired:
+            return f"{program} hangs"
+        if done.returncode == 0:
+            continue
+        for line in (done.stdout + done.stderr).splitlines():
+            if line.startswith(("[  FAILED  ]", "HANGS:")):
+                return line.split(maxsplit=3)[-1] if line.startswith("[") else line
+        return f"{program} ends with {done.returncode}"
+    return ""
+
+
+def main(names: list[str]) -> int:
+    chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
+    shutil.rmtree(WORK / "csrc", ignore_errors=True)
+    shutil.copytree(ROOT / "csrc", WORK / "csrc", copy_function=shutil.copy2)
+    if not make(WORK / "csrc"):
+        return 1
+    if not (WORK / "out" / "cuda_tests").exists():
+        print("the headers of the CUDA runtime are needed")
+        return 1
+    if failure := first_failure():
+        print(f"without any change: {failure}")
+        return 1
+    alive = 0
+    for mutant in chosen:
+        path = WORK / "csrc" / mutant.file
+        text = path.read_text()
+        if text.count(mutant.old) != 1:
+            found = f"NOT APPLICABLE: the text is there {text.count(mutant.old)} times"
+            alive += 1
+        else:
+            path.write_text(text.replace(mutant.old, mutant.new))
+            try:
+                found = first_failure() if make(WORK / "csrc") else "NOT BUILT"
+            finally:
+                path.write_text(text)
+            if not found or found == "NOT BUILT":
+                alive += 1
+        print(f"{mutant.name}: {found or 'LIVES'}", flush=True)
+    print(f"{len(chosen) - alive} of {len(chosen)} mutants found")
+    return 1 if alive else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,569 @@
+"""AppState in one process: every kind of object that a training state is made of."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter, OrderedDict
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import pyckpt
+from pyckpt.errors import LoadError, UnsafeCheckpoint
+from pyckpt.train.app_state import AppState
+
+
+def save(objects: dict[str, Any], path: Path) -> None:
+    dcp.save(AppState(objects).state_dict(), storage_writer=pyckpt.DirectWriter(path))
+
+
+def load(objects: Any, path: Path, **options: Any) -> pyckpt.LoadReport:
+    return AppState(objects).load(pyckpt.DirectReader(path), **options)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.linspace(-1, 1, 12).reshape(3, 4)).square().mean().backward()
+    optimizer.step()
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 4))
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    elif isinstance(expected, np.ndarray):
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            assert_equal(found[key], expected[key])
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+    else:
+        assert found == expected
+
+
+# --- optimizers ---------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "Adadelta": {},
+    "Adafactor": {},
+    "Adagrad": {},
+    "Adam": {"amsgrad": True},
+    "AdamW": {"fused": True},
+    "Adamax": {},
+    "ASGD": {},
+    "LBFGS": {"history_size": 3},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"centered": True, "momentum": 0.9},
+    "Rprop": {},
+    "SGD": {"momentum": 0.9},
+}
+
+
+def make_optimizer(name: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return getattr(torch.optim, name)(model.parameters(), lr=lr, **OPTIMIZERS[name])
+
+
+def closure_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.linspace(-1, 1, 12).reshape(3, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_fresh_optimizer_goes_on_as_the_saved_one(name: str, tmp_path: Path) -> None:
+    model = net()
+    optimizer = make_optimizer(name, model, lr=0.01)
+    closure_step(model, optimizer)
+    closure_step(model, optimizer)
+    save({"model": model, "optimizer": optimizer}, tmp_path)
+
+    fresh = net(seed=1)
+    other = make_optimizer(name, fresh, lr=0.5)
+    initial = {id(param): param.data_ptr() for param in fresh.parameters()}
+    load({"model": fresh, "optimizer": other}, tmp_path)
+    assert {id(param): param.data_ptr() for param in fresh.parameters()} == initial
+    assert other.param_groups[0]["lr"] == 0.01
+    for _ in range(3):
+        closure_step(model, optimizer)
+        closure_step(fresh, other)
+    assert_equal(fresh.state_dict(), model.state_dict())
+    assert_equal(other.state_dict(), optimizer.state_dict())
+
+
+def test_flags_stay_live_and_options_are_restored(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.5, 0.6), foreach=False)
+    step(model, optimizer)
+    save({"model": model, "optimizer": optimizer}, tmp_path)
+    fresh = net(1)
+    other = torch.optim.AdamW(fresh.parameters(), lr=0.1, fused=True)
+    load({"model": fresh, "optimizer": other}, tmp_path)
+    (group,) = other.param_groups
+    assert (group["fused"], group["foreach"]) == (True, None)
+    assert (group["lr"], group["betas"]) == (0.01, (0.5, 0.6))
+
+
+def test_an_optimizer_that_has_not_stepped(tmp_path: Path) -> None:
+    """And one that has, which takes back a state from before its first step."""
+    model = net()
+    save({"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.25)}, tmp_path)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    step(model, optimizer)
+    load({"model": model, "optimizer": optimizer}, tmp_path)
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_partly_initialised(tmp_path: Path) -> None:
+    """DCP's own functions fake a step to make state, or take what there is for all of it."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    optimizer.step()
+    save({"model": model, "optimizer": optimizer}, tmp_path)
+    fresh = net(1)
+    other = torch.optim.Adam(fresh.parameters(), lr=0.01)
+    load({"model": fresh, "optimizer": other}, tmp_path)
+    assert set(other.state) == {fresh[0].weight}
+    step(model, optimizer)
+    step(fresh, other)
+    assert_equal(other.state_dict(), optimizer.state_dict())
+
+
+def test_parameters_in_another_order_and_groups(tmp_path: Path) -> None:
+    model = net()
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": weights, "weight_decay": 0.5}, {"params": others, "lr": 0.125}], lr=0.01
+    )
+    step(model, optimizer)
+    save({"model": model, "optimizer": optimizer}, tmp_path)
+    fresh = net(1)
+    other = torch.optim.AdamW(
+        [
+            {"params": [p for p in reversed(list(fresh.parameters())) if p.dim() == 1]},
+            {"params": [p for p in fresh.parameters() if p.dim() > 1]},
+        ]
+    )
+    load({"model": fresh, "optimizer": other}, tmp_path)
+    assert [g["lr"] for g in other.param_groups] == [0.125, 0.01]
+    assert other.param_groups[1]["weight_decay"] == 0.5
+    step(model, optimizer)
+    step(fresh, other)
+    assert_equal(fresh.state_dict(), model.state_dict())
+
+
+def test_groups_that_do_not_fit(tmp_path: Path) -> None:
+    model = net()
+    save({"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}, tmp_path)
+    bigger = nn.Sequential(*model, nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(bigger.parameters(), lr=0.1)
+    with pytest.raises(LoadError, match=r"4\.weight"):
+        load({"model": bigger, "optimizer": optimizer}, tmp_path)
+    with pytest.raises(LoadError, match=r"optimizer: parameters of group 0.*4\.weight"):
+        load({"model": bigger, "optimizer": optimizer}, tmp_path, missing="keep")
+
+
+def test_state_of_parameters_that_are_gone(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    save({"model": model, "optimizer": optimizer}, tmp_path)
+    fresh = net(1)
+    before = copy.deepcopy(fresh.state_dict())
+    other = torch.optim.Adam(fresh[0].parameters(), lr=0.1)
+    with pytest.raises(LoadError, match=r"optimizer.*does not have.*3\.weight"):
+        load({"model": fresh, "optimizer": other}, tmp_path)
+    assert_equal(fresh.state_dict(), before)
+
+
+def test_gan(tmp_path: Path) -> None:
+    """Two models, whose parameters have the same names, with an optimizer each and one of both."""
+
+    def make(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        generator, critic = nn.Linear(4, 4), nn.Linear(4, 4)
+        both = [*generator.parameters(), *critic.parameters()]
+        return {
+            "generator_optimizer": torch.optim.Adam(generator.parameters(), lr=0.1),
+            "critic_optimizer": torch.optim.NAdam(critic.parameters(), lr=0.1),
+            "both": torch.optim.RMSprop(both, lr=0.1),
+            "generator": generator,
+            "critic": critic,
+        }
+
+    def train(state: dict[str, Any]) -> None:
+        for name in ("generator_optimizer", "critic_optimizer", "both"):
+            step(nn.Sequential(state["generator"], state["critic"]), state[name])
+
+    saved, restored = make(0), make(1)
+    train(saved)
+    save(saved, tmp_path)
+    load(restored, tmp_path)
+    train(saved)
+    train(restored)
+    assert_equal(AppState(restored).state_dict(), AppState(saved).state_dict())
+    assert set(AppState(saved).state_dict()["both"]["state"]) == {
+        "generator.weight", "generator.bias", "critic.weight", "critic.bias",
+    }  # fmt: skip
+    assert AppState(saved).optimizers == [saved[n] for n in saved if "optim" in n or n == "both"]
+
+
+def test_an_optimizer_without_its_module(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    save({"optimizer": optimizer}, tmp_path)
+    other = torch.optim.Adam(net(1).parameters(), lr=0.5)
+    load({"optimizer": other}, tmp_path)
+    assert_equal(other.state_dict(), optimizer.state_dict())
+
+
+def test_stock_reads_the_layout(tmp_path: Path) -> None:
+    """What `torch.distributed.checkpoint.state_dict` makes is what is saved."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    save({"model": model, "optimizer": optimizer}, tmp_path)
+    fresh = net(1)
+    other = torch.optim.Adam(fresh.parameters(), lr=0.1)
+    model_state, optimizer_state = get_state_dict(fresh, other)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=tmp_path)
+    set_state_dict(
+        fresh, other, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    assert_equal(fresh.state_dict(), model.state_dict())
+    assert_equal(other.state_dict(), optimizer.state_dict())
+
+
+# --- modules ------------------------------------------------------------------------------------
+
+
+class Extra(nn.Module):
+    """A module with a state that is no tensor, one shared submodule, and a hook on its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.again = self.inner
+        self.extra: Any = None
+        self.register_buffer("transient", torch.zeros(2), persistent=False)
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.inner(x))
+
+
+@pytest.mark.parametrize("extra", [{"scale": torch.ones(2), 3: 4}, {}, None, [1, 2], "text"])
+def test_extra_state_and_shared_submodules(extra: Any, tmp_path: Path) -> None:
+    model = Extra()
+    model.extra = extra
+    save({"model": model}, tmp_path)
+    fresh = Extra()
+    fresh.extra = "something else"
+    load({"model": fresh}, tmp_path)
+    assert_equal(fresh.extra, extra)
+    assert_equal(fresh.inner.state_dict(), model.inner.state_dict())
+
+
+def test_compiled_and_not(tmp_path: Path) -> None:
+    model = net()
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.Adam(compiled.parameters(), lr=0.1)
+    step(compiled, optimizer)
+    assert set(AppState({"m": compiled}).state_dict()["m"]) == set(model.state_dict())
+    save({"model": compiled, "optimizer": optimizer}, tmp_path)
+    fresh = net(1)
+    fresh[3] = torch.compile(fresh[3], backend="eager")
+    other = torch.optim.Adam(fresh.parameters(), lr=0.1)
+    load({"model": fresh, "optimizer": other}, tmp_path)
+    assert_equal(list(fresh.state_dict().values()), list(model.state_dict().values()))
+    assert_equal(other.state_dict(), optimizer.state_dict())
+
+
+def test_a_module_without_state(tmp_path: Path) -> None:
+    save({"activation": nn.ReLU()}, tmp_path)
+    load({"activation": nn.ReLU()}, tmp_path)
+
+
+def test_what_a_module_has_not(tmp_path: Path) -> None:
+    save({"model": net()}, tmp_path)
+    smaller = net(1)[:1]
+    before = copy.deepcopy(smaller.state_dict())
+    with pytest.raises(LoadError, match=r"model.*3\.weight") as info:
+        load({"model": smaller}, tmp_path)
+    assert "model.3.weight" in info.value.unexpected
+    assert_equal(smaller.state_dict(), before)
+
+
+def test_a_meta_module_is_refused(tmp_path: Path) -> None:
+    save({"model": net()}, tmp_path)
+    with pytest.raises(LoadError, match="materialize"):
+        load({"model": net().to("meta")}, tmp_path)
+
+
+def test_averaged_model(tmp_path: Path) -> None:
+    def make(seed: int) -> dict[str, Any]:
+        model = net(seed)
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+        return {"ema": ema, "model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+
+    def train(state: dict[str, Any]) -> None:
+        step(state["model"], state["optimizer"])
+        state["ema"].update_parameters(state["model"])
+
+    saved, restored = make(0), make(1)
+    train(saved)
+    train(saved)
+    save(saved, tmp_path)
+    load(restored, tmp_path)
+    assert restored["ema"].n_averaged == 2
+    train(saved)
+    train(restored)
+    assert_equal(restored["ema"].state_dict(), saved["ema"].state_dict())
+
+
+# --- schedulers, scalers, stateful objects ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 4, 4]),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 1.0, total_steps=20),
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 0.9**n),
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+        lambda o: torch.optim.lr_scheduler.SequentialLR(
+            o,
+            [
+                torch.optim.lr_scheduler.ConstantLR(o, 0.5, 2),
+                torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+            ],
+            [2],
+        ),
+    ],
+)
+def test_schedulers(make: Any, tmp_path: Path) -> None:
+    def build() -> dict[str, Any]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return {"optimizer": optimizer, "scheduler": make(optimizer), "model": model}
+
+    def train(state: dict[str, Any], steps: int) -> list[float]:
+        rates = []
+        for _ in range(steps):
+            step(state["model"], state["optimizer"])
+            with warnings.catch_warnings():
+                # SequentialLR calls deprecated code of torch's own.
+                warnings.simplefilter("ignore")
+                state["scheduler"].step()
+            rates += [group["lr"] for group in state["optimizer"].param_groups]
+        return rates
+
+    saved, restored = build(), build()
+    train(saved, 3)
+    save(saved, tmp_path)
+    load(restored, tmp_path)
+    assert_equal(restored["scheduler"].state_dict(), saved["scheduler"].state_dict())
+    assert train(restored, 5) == train(saved, 5)
+
+
+def test_plateau_scheduler(tmp_path: Path) -> None:
+    def build() -> Any:
+        optimizer = torch.optim.SGD(net().parameters(), lr=1.0)
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+
+    saved, restored = build(), build()
+    save({"scheduler": saved}, tmp_path / "none yet")
+    for loss in (3.0, 3.0, np.float64(3.0)):
+        saved.step(loss)
+    save({"scheduler": saved}, tmp_path / "some")
+    load({"scheduler": restored}, tmp_path / "some")
+    assert restored.state_dict() == saved.state_dict()
+    load({"scheduler": restored}, tmp_path / "none yet")
+    assert restored.best == float("inf")
+
+
+def test_grad_scaler(tmp_path: Path) -> None:
+    """Its scale is a tensor, which on a GPU costs a synchronisation to read."""
+
+    def build(**options: Any) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", **options)
+
+    saved = build(init_scale=1024.0)
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    saved.scale(weight.sum() * float("inf")).backward()
+    saved.step(optimizer)
+    saved.update()
+    state = AppState({"scaler": saved}).state_dict()
+    assert isinstance(state["scaler"]["scale"], torch.Tensor)
+    for name, scaler in (("used", saved), ("fresh", build(init_scale=8.0))):
+        save({"scaler": scaler}, tmp_path / name)
+        restored = build()
+        load({"scaler": restored}, tmp_path / name)
+        assert restored.state_dict() == scaler.state_dict()
+    assert restored.get_scale() == 8.0
+    save({"scaler": build(enabled=False)}, tmp_path / "off")
+    load({"scaler": build(enabled=False)}, tmp_path / "off")
+
+
+class Box:
+    """Some object with a state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+VALUES = {
+    "nothing": {},
+    "numbers": {"a": 1, "b": 2.5, "c": 1j, "d": True, "e": None, "f": "text", "g": b"bytes"},
+    "keys": {1: "one", (2, "x"): "two", "three": 3},
+    "nested": {"a": {"b": {"c": []}}, "d": [{}, {"e": {}}, [], [[{"f": 1}]]]},
+    "tensors": {"t": torch.arange(3), "l": [torch.ones(2), {"x": torch.zeros(1)}, 3], "n": {}},
+    "tuples": {"t": (1, (2, [3])), "s": {1, 2}, "size": torch.Size([2, 3]), "d": torch.bfloat16},
+    "tensors in tuples": {"t": (torch.ones(2), 1)},
+    "counter": {"c": Counter("hello"), "o": OrderedDict({2: 1, 1: 2})},
+    "numpy": {"a": np.arange(3, dtype=np.uint32), "deep": {1: np.ones((2, 2), np.float32)}},
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_states_of_objects_come_back_alike(name: str, tmp_path: Path) -> None:
+    save({"box": Box(copy.deepcopy(VALUES[name]))}, tmp_path)
+    for box in (Box({}), Box({"t": torch.zeros(3, dtype=torch.int64), "a": 3, "unknown": 1})):
+        load({"box": box}, tmp_path)
+        assert_equal(box.state, VALUES[name])
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_plain_values_come_back_alike(name: str, tmp_path: Path) -> None:
+    state = {"value": copy.deepcopy(VALUES[name]), "other": 1}
+    save(state, tmp_path)
+    for template in ({"value": None}, {"value": {}}, {"value": {"t": 1}}, {"value": [1]}):
+        load(template, tmp_path)
+        assert_equal(template, {"value": VALUES[name]})
+
+
+def test_plain_values_are_filled_in_place(tmp_path: Path) -> None:
+    save(
+        {"step": 7, "history": {"loss": [3.0, 2.0]}, "best": None, "weights": torch.ones(3)},
+        tmp_path,
+    )
+    history: dict[str, Any] = {"loss": [], "other": 1}
+    losses, weights = history["loss"], torch.zeros(3)
+    state = {"step": 0, "history": history, "best": 1.5, "weights": weights}
+    report = load(state, tmp_path)
+    assert state == {"step": 7, "history": history, "best": None, "weights": weights}
+    assert history == {"loss": [3.0, 2.0]}
+    assert history["loss"] is losses
+    assert weights.tolist() == [1, 1, 1]
+    assert "weights" in report.loaded
+    assert not report.left_out
+
+
+def test_numbers_of_numpy_become_python_s(tmp_path: Path) -> None:
+    save({"loss": np.float32(0.5)}, tmp_path)
+    state = {"loss": None}
+    load(state, tmp_path)
+    assert_equal(state["loss"], 0.5)
+
+
+def test_values_that_could_not_be_loaded_are_refused_when_saving() -> None:
+    with pytest.raises(TypeError, match=r"config\.path.*PosixPath"):
+        AppState({"config": {"path": Path("/")}}).state_dict()
+    with pytest.raises(TypeError, match="RngState"):
+        AppState({"nested": {"rng": pyckpt.RngState()}}).state_dict()
+
+
+def test_allowed_classes(tmp_path: Path) -> None:
+    state = {"path": Path("/somewhere")}
+    classes = [type(state["path"])]
+    with torch.serialization.safe_globals(classes):
+        save(state, tmp_path)
+    with pytest.raises(UnsafeCheckpoint):
+        load({"path": None}, tmp_path)
+    restored = {"path": None}
+    load(restored, tmp_path, allow=classes)
+    assert restored == state
+
+
+def test_values_need_a_mapping_to_go_to(tmp_path: Path) -> None:
+    model = net()
+    save({"model": model, "step": 3, "history": [1]}, tmp_path)
+    fresh, history = net(1), [5]
+    load(MappingProxyType({"model": fresh, "history": history}), tmp_path)
+    assert history == [1]
+    before = copy.deepcopy(fresh.state_dict())
+    with pytest.raises(TypeError, match="step"):
+        load(MappingProxyType({"model": fresh, "step": 0}), tmp_path)
+    assert_equal(fresh.state_dict(), before)
+
+
+def test_what_the_checkpoint_has_not(tmp_path: Path) -> None:
+    save({"model": net()}, tmp_path)
+    state = {"model": net(1), "step": 3, "optimizer": torch.optim.SGD(net().parameters(), 0.5)}
+    with pytest.raises(LoadError, match="step, optimizer") as info:
+        load(state, tmp_path)
+    assert info.value.missing == ("step", "optimizer")
+    report = load(state, tmp_path, missing="keep")
+    assert report.kept == ["step", "optimizer"]
+    assert state["step"] == 3
+    assert_equal(state["model"].state_dict(), net().state_dict())
+
+
+def test_what_was_not_asked_for(tmp_path: Path) -> None:
+    save({"model": net(), "step": 3, "rng": pyckpt.RngState()}, tmp_path)
+    report = load({"model": net(1)}, tmp_path)
+    assert "step" in report.left_out
+
+
+def test_nothing_is_copied() -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    values = {"t": torch.ones(2)}
+    state = AppState({"model": model, "optimizer": optimizer, "values": values}).state_dict()
+    assert state["model"]["0.weight"].data_ptr() == model[0].weight.data_ptr()
+    moments = optimizer.state[model[0].weight]["exp_avg"]
+    assert state["optimizer"]["state"]["0.weight"]["exp_avg"].data_ptr() == moments.data_ptr()
+    assert state["values"]["t"].data_ptr() == values["t"].data_ptr()

@@ -1,0 +1,245 @@
+"""Real signals to jobs of torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _ranks import TIMEOUT_S
+
+from pyckpt import Checkpointer
+from pyckpt.train.signals import StopSignals
+
+JOB = Path(__file__).with_name("_signal_job.py")
+NEVER = 10**9
+
+
+class Job:
+    """A job, and what its ranks have said."""
+
+    def __init__(self, process: subprocess.Popen[bytes], ranks: int) -> None:
+        self.process = process
+        self.ranks = ranks
+        self.said: list[dict[str, Any]] = []
+
+    def until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Listen until a rank says something."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(b"{"):
+                self.said.append(json.loads(line))
+                if condition(self.said[-1]):
+                    return self.said[-1]
+        raise AssertionError(f"the job ended with {self.process.wait()}: {self.said[-3:]}")
+
+    def pids(self) -> dict[int, int]:
+        while len(pids := {s["rank"]: s["pid"] for s in self.of("start")}) < self.ranks:
+            self.until(lambda said: said["event"] == "start")
+        return pids
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [said for said in self.said if said["event"] == event]
+
+    def end(self) -> int:
+        """Listen to the end; the exit code."""
+        assert self.process.stdout is not None
+        self.said += [json.loads(li) for li in self.process.stdout if li.startswith(b"{")]
+        return self.process.wait(TIMEOUT_S)
+
+
+@contextmanager
+def job(
+    ranks: int, directory: Path, *, every: int = NEVER, save_seconds: float = 0
+) -> Iterator[Job]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", str(JOB), str(directory), str(every)]
+    root = str(JOB.parent.parent)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    log = directory.with_suffix(".stderr")
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [*command, str(save_seconds)],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+            start_new_session=True,
+        )
+    # A job that hangs is killed, and then what it said ends.
+    watchdog = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"import os, time; time.sleep({TIMEOUT_S}); os.killpg({process.pid}, 9)",
+        ],
+        start_new_session=True,
+    )
+    try:
+        yield Job(process, ranks)
+    finally:
+        watchdog.kill()
+        watchdog.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def newest(directory: Path) -> int | None:
+    with Checkpointer(directory) as checkpointer:
+        found = checkpointer.latest()
+    return None if found is None else found.step
+
+
+def check_stopped(of: Job, directory: Path, signalled_at: int) -> int:
+    """All ranks ended at one step, after the signal and soon, with that step committed."""
+    (end,) = {said["step"] for said in of.of("end")}
+    assert len(of.of("end")) == of.ranks
+    assert end >= signalled_at
+    assert {s["rank"] for s in of.of("step") if s["step"] == end and s["saves"]} == {
+        *range(of.ranks)
+    }
+    assert newest(directory) == end
+    return end
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_worker_is_signalled(ranks: int, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with job(ranks, directory) as first:
+        pid = first.pids()[ranks - 1]
+        first.until(lambda said: said.get("step") == 20)
+        os.kill(pid, signal.SIGTERM)
+        assert first.end() == 0
+        end = check_stopped(first, directory, 20)
+    with job(ranks, directory) as second:
+        pid = second.pids()[0]
+        assert {said["step"] for said in second.of("start")} == {end}
+        second.until(lambda said: said.get("step") == end + 20)
+        os.kill(pid, signal.SIGTERM)
+        assert second.end() == 0
+        again = check_stopped(second, directory, end + 20)
+    losses = {
+        s["step"]: s["loss"] for s in [*first.of("step"), *second.of("step")] if s["rank"] == 0
+    }
+    assert sorted(losses) == list(range(1, again + 1))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_workers_are_signalled_in_the_middle_of_a_save(ranks: int, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with job(ranks, directory, every=10, save_seconds=1.0) as running:
+        pids = running.pids()
+        running.until(lambda said: said.get("saves") is True)  # and takes a second from here
+        for pid in pids.values():
+            os.kill(pid, signal.SIGTERM)
+        assert running.end() == 0
+        end = check_stopped(running, directory, 10)
+        with Checkpointer(directory) as checkpointer:
+            assert {10, end} == {checkpoint.step for checkpoint in checkpointer.checkpoints()}
+
+
+def test_the_launcher_is_signalled(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with job(2, directory) as running:
+        running.pids()
+        running.until(lambda said: said.get("step") == 20)
+        running.process.terminate()  # which torchrun passes on
+        running.end()
+        check_stopped(running, directory, 20)
+
+
+def test_a_second_signal_gives_up_at_once(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with job(2, directory, every=10, save_seconds=600) as running:
+        pids = running.pids()
+        running.until(lambda said: said.get("saves") is True)
+        for pid in pids.values():
+            os.kill(pid, signal.SIGTERM)
+        # Now each waits for a save that takes ten minutes. Another signal, that is no echo of the
+        # first, ends it.
+        deadline = time.monotonic() + TIMEOUT_S
+        while running.process.poll() is None:
+            assert time.monotonic() < deadline
+            for pid in pids.values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                running.process.wait(0.2)
+        assert running.end() != 0
+        assert running.of("end") == []
+    assert newest(directory) is None
+
+
+# --- the handler ----------------------------------------------------------------------------------
+
+
+class Handled(Exception):
+    pass
+
+
+@pytest.fixture
+def handler() -> Iterator[Callable[..., None]]:
+    """What handles SIGUSR1 before."""
+
+    def handle(*_: object) -> None:
+        raise Handled
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    yield handle
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_signals_are_counted_by_time(handler: Callable[..., None]) -> None:
+    now = 100.0
+    signals = StopSignals(["SIGUSR1", signal.SIGUSR1], clock=lambda: now)
+    assert not signals.received
+    signal.raise_signal(signal.SIGUSR1)
+    assert signals.received
+    now += 0.99
+    signal.raise_signal(signal.SIGUSR1)  # an echo
+    now += 0.01
+    with pytest.raises(Handled):
+        signal.raise_signal(signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGUSR1) is handler
+    signals.close()
+
+
+def test_handlers_are_put_back(handler: Callable[..., None]) -> None:
+    signals = StopSignals(["SIGUSR1"])
+    assert signal.getsignal(signal.SIGUSR1) is not handler
+    signals.close()
+    signals.close()
+    assert signal.getsignal(signal.SIGUSR1) is handler
+
+
+@pytest.mark.usefixtures("handler")
+def test_a_handler_that_came_later_stays() -> None:
+    signals = StopSignals(["SIGUSR1"])
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signals.close()
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+
+
+def test_other_threads_cannot_handle_signals(tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(Checkpointer, tmp_path, on_signals=["SIGUSR1"])
+        with pytest.raises(ValueError, match="main thread"):
+            made.result()
+        pool.submit(Checkpointer, tmp_path).result().close()

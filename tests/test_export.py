@@ -1,0 +1,269 @@
+"""Exported models: what other programs read is what was saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from _ranks import Pipe, run_child, run_ranks
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import pyckpt
+from pyckpt.errors import CorruptCheckpoint
+from pyckpt.train import export as export_module
+from pyckpt.train import pieces
+from pyckpt.train.export import _split, export
+
+FORMATS = ("safetensors", "torch")
+
+
+def model() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "embed.weight": torch.randn(1000, 64, generator=generator),
+        "transposed": torch.randn(300, 200, generator=generator).t(),
+        "half": torch.randn(77, generator=generator).to(torch.bfloat16),
+        "double": torch.randn(3, 5, 7, generator=generator, dtype=torch.float64),
+        "counts": torch.arange(10),
+        "mask": torch.tensor([True, False, True]),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+    }
+
+
+def save(path: Path, state: dict[str, Any], *, stock: bool = False) -> Path:
+    if stock:
+        dcp.save(state, checkpoint_id=path)
+    else:
+        dcp.save(state, storage_writer=pyckpt.DirectWriter(path, sync_files=False))
+    return path
+
+
+def exported(directory: Path) -> dict[str, torch.Tensor]:
+    """What a reader finds there: the one file, or all that the index names."""
+    (index,) = directory.glob("*.index.json") if any(directory.glob("*.json")) else (None,)
+    if index is None:
+        (file,) = directory.iterdir()
+        return load(file)
+    weights = json.loads(index.read_text())["weight_map"]
+    found = {}
+    for name in sorted(set(weights.values())):
+        inside = load(directory / name)
+        assert inside.keys() == {key for key, where in weights.items() if where == name}
+        found |= inside
+    return found
+
+
+def load(file: Path) -> dict[str, torch.Tensor]:
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    with zipfile.ZipFile(file) as archive:
+        assert archive.testzip() is None
+    found: dict[str, torch.Tensor] = torch.load(file, weights_only=True)
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
+@pytest.mark.parametrize("piece", [256, 64 << 10, 16 << 20])
+def test_all_kinds_of_tensors(
+    format: Any, stock: bool, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "PIECE_BYTES", piece)
+    monkeypatch.setattr(export_module, "PIECE_BYTES", piece)
+    small = {name: tensor[:9] if tensor.dim() else tensor for name, tensor in model().items()}
+    state = small if piece == 256 else model()
+    checkpoint = save(tmp_path / "c", {"model": state, "other": {"x": torch.ones(3)}}, stock=stock)
+    export(checkpoint, tmp_path / "out", format=format)
+    assert_same(exported(tmp_path / "out"), state)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_shards_and_their_index(format: Any, tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "c", {"model": model()})
+    files = export(checkpoint, tmp_path / "out", format=format, max_shard_size="100KB")
+    stem = "model" if format == "safetensors" else "pytorch_model"
+    suffix = "safetensors" if format == "safetensors" else "bin"
+    count = len(files) - 1
+    assert count > 1
+    assert [file.name for file in files] == [
+        *(f"{stem}-{i:05d}-of-{count:05d}.{suffix}" for i in range(1, count + 1)),
+        f"{stem}.{suffix}.index.json",
+    ]
+    assert_same(exported(tmp_path / "out"), model())
+    total = json.loads(files[-1].read_text())["metadata"]["total_size"]
+    assert total == sum(tensor.nbytes for tensor in model().values())
+    for file in files[:-1]:
+        inside = load(file)
+        assert len(inside) == 1 or sum(t.nbytes for t in inside.values()) <= 100_000
+
+
+def test_an_export_replaces_another(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "c", {"model": model()})
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    export(checkpoint, tmp_path / "out", max_shard_size="100KB")
+    export(checkpoint, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
+    export(checkpoint, tmp_path / "out", max_shard_size="100KB")
+    assert "model.safetensors" not in os.listdir(tmp_path / "out")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_dtype(format: Any, tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "c", {"model": model()})
+    export(checkpoint, tmp_path / "out", format=format, dtype=torch.float16)
+    expected = {
+        name: tensor.half() if tensor.is_floating_point() else tensor
+        for name, tensor in model().items()
+    }
+    assert_same(exported(tmp_path / "out"), expected)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_tied_weights(format: Any, tmp_path: Path) -> None:
+    state = model()
+    state["head.weight"] = state["embed.weight"]
+    checkpoint = save(tmp_path / "c", {"model": state})
+    export(checkpoint, tmp_path / "copies", format=format)
+    assert_same(exported(tmp_path / "copies"), state)
+    tied = {"head.weight": "embed.weight"}
+    (file,) = export(checkpoint, tmp_path / "out", format=format, tied=tied)
+    found = exported(tmp_path / "out")
+    if format == "torch":
+        assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
+        assert_same(found, state)
+    else:
+        assert_same(found, model())
+        header = file.read_bytes()[8 : 8 + int.from_bytes(file.read_bytes()[:8], "little")]
+        assert json.loads(header)["__metadata__"] == {"format": "pt", **tied}
+    for wrong, match in (
+        ({"half": "embed.weight"}, "not tied"),
+        ({"absent": "half"}, "must name two tensors"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            export(checkpoint, tmp_path / "wrong", format=format, tied=wrong)
+
+
+def test_one_model_of_several(tmp_path: Path) -> None:
+    state = {"generator": {"w": torch.ones(2)}, "critic": {"w": torch.zeros(3)}, "step": 3}
+    checkpoint = save(tmp_path / "c", state)
+    export(checkpoint, tmp_path / "out", key="critic")
+    assert_same(exported(tmp_path / "out"), {"w": torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"no tensors under 'model'.*'critic', 'generator'"):
+        export(checkpoint, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"format": "onnx"}, "format"),
+        ({"max_shard_size": "5 bytes"}, "max_shard_size"),
+        ({"max_shard_size": 0}, "positive"),
+    ],
+)
+def test_wrong_arguments(options: dict[str, Any], match: str, tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "c", {"model": model()})
+    with pytest.raises(ValueError, match=match):
+        export(checkpoint, tmp_path / "out", **options)
+
+
+def test_what_safetensors_has_no_name_for(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(2, dtype=torch.complex128)}}
+    checkpoint = save(tmp_path / "c", state)
+    with pytest.raises(ValueError, match="complex128"):
+        export(checkpoint, tmp_path / "out")
+    assert os.listdir(tmp_path / "out") == []
+    export(checkpoint, tmp_path / "out", format="torch")
+    assert_same(exported(tmp_path / "out"), state["model"])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_damage_is_not_exported(format: Any, tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "c", {"model": model()})
+    (data,) = checkpoint.glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(CorruptCheckpoint):
+        export(checkpoint, tmp_path / "out", format=format)
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_there_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        export(tmp_path / "c", tmp_path / "out")
+
+
+def _sharded(directory: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    tensors = model()
+    placed = {
+        "embed.weight": (Shard(0), Replicate()),
+        "transposed": (Shard(1), Replicate()),
+        "double": (Shard(0), Shard(2)),
+        "counts": (Shard(0), Shard(0)),
+        "half": (Replicate(), Replicate()),
+    }
+    state = {
+        name: distribute_tensor(tensors[name], mesh, placements)
+        for name, placements in placed.items()
+    }
+    save(directory, {"model": state})
+
+
+@pytest.mark.parametrize("piece", [1024, 16 << 20])
+def test_sharded_along_all_dimensions(
+    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "PIECE_BYTES", piece)
+    monkeypatch.setattr(export_module, "PIECE_BYTES", piece)
+    run_ranks(4, _sharded, tmp_path / "c")
+    export(tmp_path / "c", tmp_path / "out")
+    found = exported(tmp_path / "out")
+    assert_same(found, {name: tensor for name, tensor in model().items() if name in found})
+    assert len(found) == 5
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (1, 100), (5, 3), (4, 3, 5), (2, 1, 50), (0, 3)])
+@pytest.mark.parametrize("limit", [1, 4, 15, 1000])
+def test_boxes_are_the_tensor_in_its_order(shape: tuple[int, ...], limit: int) -> None:
+    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    boxes = []
+    for offsets, sizes in _split(shape, limit):
+        box = tensor
+        for dim, (start, length) in enumerate(zip(offsets, sizes, strict=True)):
+            box = box.narrow(dim, start, length)
+        assert box.numel() <= max(limit, 1)
+        boxes.append(box.reshape(-1))
+    assert torch.equal(torch.cat(boxes), tensor.reshape(-1))
+
+
+def _memory(_pipe: Pipe, directory: Path, format: Any) -> int:
+    export(directory / "small", directory / "warm", format=format)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    export(directory / "large", directory / "out", format=format, dtype=torch.bfloat16)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_memory_is_bounded(format: Any, tmp_path: Path) -> None:
+    save(tmp_path / "small", {"model": {"w": torch.ones(10)}})
+    save(tmp_path / "large", {"model": {"w": torch.ones(100, 1 << 20)}})
+    assert run_child(_memory, tmp_path, format) < 160 << 20  # of 400 MiB

@@ -1,0 +1,320 @@
+"""What is kept, and that what goes is gone at once, or unmistakably going."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from _ranks import Child, Pipe, run_child
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pyckpt
+from pyckpt.train.catalog import NOTE_KEY, REMOVED, Catalog, CheckpointInfo, note, reading
+from pyckpt.train.retention import Retention, prune, remove, surplus
+
+
+def checkpoint(step: int, final: bool = False, **metrics: float) -> CheckpointInfo:
+    return CheckpointInfo(step=step, path=Path(f"step-{step:08d}"), final=final, metrics=metrics)
+
+
+checkpoints = st.lists(
+    st.builds(
+        checkpoint,
+        st.integers(0, 200),
+        st.booleans(),
+        loss=st.floats(allow_infinity=True, allow_nan=True),
+    ),
+    unique_by=lambda c: c.step,
+)
+retentions = st.builds(
+    Retention,
+    st.none() | st.integers(0, 5),
+    st.none() | st.integers(1, 50),
+    st.none() | st.tuples(st.just("loss"), st.integers(1, 4), st.sampled_from(["min", "max"])),
+)
+
+
+@given(checkpoints, retentions, st.sets(st.integers(0, 200)))
+def test_what_must_stay_stays_and_no_more(
+    found: list[CheckpointInfo], retention: Retention, protected: set[int]
+) -> None:
+    going = surplus(found, retention, protected=protected)
+    assert going == sorted(set(going))
+    assert set(going) <= {c.step for c in found}
+    if retention.keep_last is None:
+        assert going == []
+        return
+    normal = sorted((c.step for c in found if not c.final), reverse=True)
+    for c in found:
+        best = False
+        if retention.keep_best is not None and not math.isnan(c.metrics["loss"]):
+            _, count, mode = retention.keep_best
+            sign = 1 if mode == "min" else -1
+            mine = (sign * c.metrics["loss"], -c.step)
+            better = [
+                o
+                for o in found
+                if not math.isnan(o.metrics["loss"]) and (sign * o.metrics["loss"], -o.step) < mine
+            ]
+            best = len(better) < count
+        stays = (
+            c.final
+            or c.step in protected
+            or best
+            or c.step == max(o.step for o in found)
+            or c.step in normal[: retention.keep_last]
+            or (retention.keep_every is not None and c.step % retention.keep_every == 0)
+        )
+        assert (c.step in going) != stays, c
+
+
+@given(checkpoints, retentions)
+def test_a_second_time_there_is_nothing_to_do(
+    found: list[CheckpointInfo], retention: Retention
+) -> None:
+    going = surplus(found, retention)
+    assert surplus([c for c in found if c.step not in going], retention) == []
+
+
+def test_no_intermediate_ones() -> None:
+    found = [checkpoint(10), checkpoint(20)]
+    assert surplus(found, Retention(keep_last=0)) == [10]
+    assert surplus([*found, checkpoint(30, final=True)], Retention(keep_last=0)) == [10, 20]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"keep_last": -1}, "keep_last"),
+        ({"keep_every": 0}, "keep_every"),
+        ({"keep_best": ("loss", 0, "min")}, "1 or more"),
+        ({"keep_best": ("loss", 1, "least")}, "'min' or 'max'"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        Retention(**arguments)
+
+
+# --- on disk --------------------------------------------------------------------------------------
+
+
+def write(directory: Path, step: int, final: bool = False, **metrics: float) -> Path:
+    path = Catalog(directory).path(step)
+    state = {"x": torch.full((4,), float(step)), NOTE_KEY: note(step, final=final, metrics=metrics)}
+    dcp.save(state, storage_writer=pyckpt.DirectWriter(path, sync_files=False))
+    return path
+
+
+def write_all(directory: Path, *steps: int) -> None:
+    for step in steps:
+        write(directory, step)
+
+
+def states(directory: Path) -> dict[int | None, str]:
+    return {entry.step: entry.state for entry in Catalog(directory).entries()}
+
+
+def test_prune_counts_valid_ones_only(tmp_path: Path) -> None:
+    write_all(tmp_path, 1, 2, 3, 4, 5)
+    (tmp_path / "step-00000004" / ".metadata").write_bytes(b"no metadata")
+    (tmp_path / "step-00000006").mkdir()  # is being written, perhaps
+    foreign = tmp_path / "step-00000000"
+    foreign.mkdir()
+    (foreign / "model.pt").touch()
+    assert prune(Catalog(tmp_path), Retention(keep_last=2)) == [1, 2]
+    assert states(tmp_path) == {
+        0: "foreign",
+        3: "valid",
+        4: "damaged",
+        5: "valid",
+        6: "unfinished",
+    }
+
+
+def test_remains_of_interrupted_saves_go_once_a_newer_one_is_there(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001" / "__0_ab.distcp").touch()
+    assert prune(Catalog(tmp_path), Retention()) == []
+    assert states(tmp_path) == {1: "unfinished"}
+    write(tmp_path, 2)
+    assert prune(Catalog(tmp_path), Retention(), busy={1}) == []
+    assert states(tmp_path) == {1: "unfinished", 2: "valid"}
+    assert prune(Catalog(tmp_path), Retention()) == []
+    assert states(tmp_path) == {2: "valid"}
+
+
+def test_distrusted_ones_neither_count_nor_go(tmp_path: Path) -> None:
+    write_all(tmp_path, 1, 2, 3)
+    assert prune(Catalog(tmp_path), Retention(keep_last=1), distrusted={3}) == [1]
+    assert states(tmp_path) == {2: "valid", 3: "valid"}
+
+
+def test_metrics_and_final_are_read_from_disk(tmp_path: Path) -> None:
+    write(tmp_path, 1, loss=0.5)
+    write(tmp_path, 2, loss=0.1)
+    write(tmp_path, 3, final=True)
+    write(tmp_path, 4, loss=0.9)
+    write(tmp_path, 5)
+    retention = Retention(keep_last=1, keep_best=("loss", 1, "min"))
+    assert prune(Catalog(tmp_path), retention) == [1, 4]
+
+
+def test_what_stays_anyway_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_all(tmp_path, *range(10, 100, 10))
+    catalog = Catalog(tmp_path)
+    looked_at: list[int] = []
+    examine = catalog.examine
+    monkeypatch.setattr(catalog, "examine", lambda step: (looked_at.append(step), examine(step))[1])
+    assert prune(catalog, Retention(keep_last=2, keep_every=20)) == [10, 30, 50, 70]
+    assert looked_at == [90, 80, 70, 50, 30, 10]
+    looked_at.clear()
+    assert prune(catalog, Retention()) == []
+    assert looked_at == [90]
+
+
+def _read(pipe: Pipe, path: Path) -> None:
+    with reading(path):
+        pipe.send("reading")
+        pipe.wait()
+
+
+@pytest.mark.parametrize("where", ["here", "in another process"])
+def test_what_is_being_read_stays(where: str, tmp_path: Path) -> None:
+    write_all(tmp_path, 1, 2)
+    catalog, retention = Catalog(tmp_path), Retention(keep_last=1)
+    if where == "here":
+        with reading(catalog.path(1)):
+            assert prune(catalog, retention) == []
+    else:
+        child = Child(_read, catalog.path(1))
+        assert child.receive() == "reading"
+        assert prune(catalog, retention) == []
+        child.connection.send("go on")
+        child.receive()
+        child.join()
+    assert states(tmp_path) == {1: "valid", 2: "valid"}
+    assert prune(catalog, retention) == [1]
+    with pytest.raises(FileNotFoundError), reading(catalog.path(1)):
+        pass
+
+
+def test_a_reader_that_comes_second_is_told(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    descriptor = os.open(path / ".metadata", os.O_RDONLY)
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with pytest.raises(FileNotFoundError, match="is being removed"), reading(path):
+            pass
+    finally:
+        os.close(descriptor)
+
+
+def _remove_until(_pipe: Pipe, path: Path, call: str, after: int) -> None:
+    """Remove a checkpoint, and die at the n-th call of a function of os."""
+    real = getattr(os, call)
+    count = 0
+
+    def deadly(*arguments: Any, **options: Any) -> Any:
+        nonlocal count
+        if count == after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count += 1
+        return real(*arguments, **options)
+
+    setattr(os, call, deadly)
+    remove(path)
+
+
+@pytest.mark.parametrize(
+    ("call", "after"),
+    [("rename", 0), ("fsync", 0), ("unlink", 0), ("unlink", 1), ("unlink", 2), ("rmdir", 0)],
+)
+def test_killed_while_it_removes(call: str, after: int, tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    (path / "__1_cd.distcp").touch()  # so that there are three files to unlink
+    write(tmp_path, 2)
+    child = Child(_remove_until, path, call, after)
+    with pytest.raises(EOFError):
+        child.receive()
+    assert child.join() == -signal.SIGKILL
+    entry = Catalog(tmp_path).examine(1)
+    if call == "rename":
+        assert entry.state == "valid"
+        assert prune(Catalog(tmp_path), Retention(keep_last=1)) == [1]
+    else:
+        assert entry.state == ("unfinished" if call == "rmdir" else "removed")
+        prune(Catalog(tmp_path), Retention())
+    assert states(tmp_path) == {2: "valid"}
+
+
+def test_a_save_into_what_was_half_removed(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    (path / ".metadata").rename(path / REMOVED)
+    assert states(tmp_path) == {1: "removed"}
+    write(tmp_path, 1)
+    assert states(tmp_path) == {1: "valid"}
+    assert prune(Catalog(tmp_path), Retention(keep_last=1)) == []
+    assert states(tmp_path) == {1: "valid"}
+
+
+def test_a_removal_that_fails_is_logged_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_all(tmp_path, 1, 2, 3)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(1, "not permitted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        assert prune(Catalog(tmp_path), Retention(keep_last=1)) == []
+    assert [record.getMessage().split()[0] for record in caplog.records] == [
+        str(tmp_path / "step-00000001"),
+        str(tmp_path / "step-00000002"),
+    ]
+    assert states(tmp_path) == {1: "removed", 2: "removed", 3: "valid"}
+    assert prune(Catalog(tmp_path), Retention(keep_last=1)) == []
+    assert states(tmp_path) == {3: "valid"}
+
+
+def test_files_that_people_put_there_go_too(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    (path / "notes").mkdir()
+    (path / "notes" / "a.txt").touch()
+    assert remove(path)
+    assert not path.exists()
+
+
+def test_a_link_is_left_alone(tmp_path: Path) -> None:
+    elsewhere = write(tmp_path / "elsewhere", 1)
+    here = tmp_path / "here"
+    write(here, 2)
+    (here / "step-00000001").symlink_to(elsewhere)
+    assert prune(Catalog(here), Retention(keep_last=1)) == []
+    assert states(here) == {1: "valid", 2: "valid"}
+
+
+def _no_locks(_pipe: Pipe, path: Path) -> bool:
+    import fcntl
+
+    def unsupported(*_: Any) -> None:
+        raise OSError(95, "Operation not supported")
+
+    fcntl.flock = unsupported  # type: ignore[assignment]
+    with reading(path):
+        pass
+    return remove(path)
+
+
+def test_file_systems_without_locks(tmp_path: Path) -> None:
+    assert run_child(_no_locks, write(tmp_path, 1))
