@@ -7,7 +7,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 import pyckpt
+from pyckpt.dcp import guard
 
 PAGE = 4096
 SLOT = 4 * PAGE
@@ -32,6 +33,21 @@ def engine(**options: Any) -> pyckpt.Engine:
 def writer_to(path: Path, **options: Any) -> pyckpt.DirectWriter:
     """One that leaves it to the system when bytes reach the disk."""
     return pyckpt.DirectWriter(path, **{"sync_files": False, "direct": "off", **options})
+
+
+@contextmanager
+def slowed(own: pyckpt.Engine) -> Iterator[None]:
+    """Keep an engine of one thread from what it is given now, but for what somebody waits for: it
+    gathers a large tensor first, so that what does not wait for its own copies comes too early."""
+    base = torch.zeros(8 << 20, 2)
+    parameter = torch.nn.Parameter(base[:, 1])
+    stager = pyckpt.PinnedStager(engine=own, optimizers=[torch.optim.SGD([parameter])])
+    staging, _ = stager.begin({"slow": parameter}, direct=True)
+    guard.discard(staging)  # or else steps would wait for this one
+    try:
+        yield
+    finally:
+        staging.release()
 
 
 def bits(tensor: torch.Tensor) -> bytes:
