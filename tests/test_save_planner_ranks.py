@@ -171,7 +171,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "own dtype": lambda s: s.update(own={k: t.double() for k, t in s["own"].items()}),
     "own key less": lambda s: s["own"].clear(),
     "object": lambda s: s.update(alone=[1, 2]),
-    "tensor to object": lambda s: s.update(own={k: 5 for k in s["own"]}),
+    "tensor to object": lambda s: s.update(own=dict.fromkeys(s["own"], 5)),
 }
 
 
