@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,12 +132,11 @@ def item(path: Path, key: str) -> Any:
     raise KeyError(key)
 
 
-def join_savers() -> None:
-    """Wait for DCP's threads, which end a little after their futures are done."""
-    for thread in threading.enumerate():
-        if thread.name.startswith(("AsyncCheckpointExecutor", "ThreadPoolExecutor-")):
-            thread.join(60)
-            assert not thread.is_alive()
+def wait_given_back(writer: pyckpt.DirectWriter) -> None:
+    """Wait until a save that DCP is through with has given its memory back: where it did not come
+    to write, that is when DCP's thread ends, a little after its future is done."""
+    with suppress(Exception, CancelledError):
+        writer.written.result(60)
 
 
 def outcome(wait: Callable[[], Any]) -> BaseException:

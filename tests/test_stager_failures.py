@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from _filesystems import TMPFS_BYTES
-from _staging import SLOT, check_saved, engine, frozen, join_savers, outcome, overwrite, writer_to
+from _staging import SLOT, check_saved, engine, frozen, outcome, overwrite, writer_to
 from torch.distributed.checkpoint import FileSystemWriter
 
 import pyckpt
@@ -40,7 +40,6 @@ def tight() -> Any:
     """With room for one state, and not for two."""
     with engine(max_pinned_bytes=3 * SLOT + 4 * MIB) as made:
         yield made
-        join_savers()
         gc.collect()
         if not made.closed:
             assert made.native.arena_used_bytes == 0
@@ -204,7 +203,6 @@ def test_planner_that_raises(tmp_path: Path, tight: pyckpt.Engine, at: str, size
     assert writer.staged.exception(60) is None
     with pytest.raises((CancelledError, RuntimeError)):  # never began, or failed
         writer.written.result(60)
-    join_savers()
     gc.collect()
     assert tight.native.arena_used_bytes == 0
     again = writer_to(tmp_path, stager=stager, engine=tight)
@@ -227,7 +225,6 @@ def test_directory_that_cannot_be_made(tmp_path: Path, tight: pyckpt.Engine) -> 
     assert writer.staged.exception(60) is None
     with pytest.raises(CancelledError):
         writer.written.result(60)
-    join_savers()
     assert tight.native.arena_used_bytes == 0
 
 
@@ -251,7 +248,6 @@ def test_disk_full(filesystem: Path, budget: int) -> None:
         told = writer.written.exception(60)
         assert isinstance(told, OSError)
         assert told.errno == errno.ENOSPC
-        join_savers()
         assert own.native.arena_used_bytes == 0
         with pytest.raises(OSError, match="No space left"):
             dcp.async_save(small, storage_writer=writer)

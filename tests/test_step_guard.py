@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from _ranks import run_ranks
-from _staging import SLOT, check_saved, engine, frozen, join_savers, overwrite, same, writer_to
+from _staging import SLOT, check_saved, engine, frozen, overwrite, same, wait_given_back, writer_to
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -343,7 +343,7 @@ def test_a_failed_save_holds_no_step_back(tmp_path: Path) -> None:
             stager.wait_staged()
             with pytest.raises(BaseException, match=at):
                 future.result()
-            join_savers()
+            wait_given_back(writer)
             assert own.native.arena_used_bytes == 0
 
 
@@ -364,7 +364,7 @@ def test_a_save_that_never_reached_the_writer_holds_no_step_back(tmp_path: Path)
         stepping.start()
         stepping.join(30)
         assert not stepping.is_alive()
-        join_savers()
+        wait_given_back(writer)
         assert own.native.arena_used_bytes == 0
 
 

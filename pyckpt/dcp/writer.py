@@ -208,11 +208,10 @@ class DirectWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         self._take_over()
-        if self._staging is not None:
-            # Planners see tensors before they are given to this writer, and may do with them what
-            # they like; but those that we know leave them alone.
-            if not planners_are_known():
-                self._settle()
+        # Planners see tensors before they are given to this writer, and may do with them what they
+        # like; but those that we know leave them alone.
+        if self._staging is not None and not planners_are_known():
+            self._settle()
         # A string: paths pickle under a name that differs between versions of Python.
         return StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
 
