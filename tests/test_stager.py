@@ -117,9 +117,8 @@ def test_memory_is_given_back(tmp_path: Path, planner: Any) -> None:
         check_saved(state, tmp_path)
 
 
-def test_shared_memory_is_staged_once(small_engine: pyckpt.Engine) -> None:
+def test_shared_memory_is_staged_once() -> None:
     tensor = random_bytes(1 << 20)
-    stager = pyckpt.PinnedStager(engine=small_engine)
     state = {
         "a": tensor,
         "b": tensor.view(1024, 1024),
@@ -127,37 +126,39 @@ def test_shared_memory_is_staged_once(small_engine: pyckpt.Engine) -> None:
         "d": torch.nn.Parameter(tensor.view(torch.float64)),
         "e": [tensor.detach()],
     }
-    staged = stager.stage(state).result()
-    stager.close()
-    assert small_engine.native.arena_used_bytes == 1 << 20
-    tensor.zero_()
-    assert same(staged["a"], staged["e"][0])
-    assert not staged["a"].eq(0).all()
-    assert staged["b"].shape == (1024, 1024)
-    assert staged["c"].dtype == torch.float32
-    assert staged["d"].untyped_storage().data_ptr() == staged["a"].untyped_storage().data_ptr()
-    del staged
-    assert small_engine.native.arena_used_bytes == 0
+    with engine() as own:
+        staged = pyckpt.PinnedStager(engine=own).stage(state).result()
+        assert own.native.arena_used_bytes == 1 << 20
+        tensor.zero_()
+        assert same(staged["a"], staged["e"][0])
+        assert not staged["a"].eq(0).all()
+        assert staged["b"].shape == (1024, 1024)
+        assert staged["c"].dtype == torch.float32
+        assert staged["d"].untyped_storage().data_ptr() == staged["a"].untyped_storage().data_ptr()
+        del staged
+    # Threads of the engine may let go of a job a little after it is done; not after they ended.
+    assert own.native.arena_used_bytes == 0
 
 
-def test_copies_live_as_long_as_their_tensors(small_engine: pyckpt.Engine) -> None:
+def test_copies_live_as_long_as_their_tensors() -> None:
     tensor = random_bytes(3 * PAGE)
     large = random_bytes(100_000)
     before = tensor.clone()
-    stager = pyckpt.PinnedStager(engine=small_engine)
-    staged = stager.stage({"a": tensor, "b": large}).result()
-    view = staged["a"][PAGE : 2 * PAGE]
-    del staged
-    stager.close()
-    gc.collect()
-    assert 0 < small_engine.native.arena_used_bytes < 100_000
-    tensor.zero_()
-    for _ in range(3):  # other states must not get that memory
-        stager.stage({"a": tensor, "b": large}).result()
-    stager.close()
+    with engine() as own:
+        stager = pyckpt.PinnedStager(engine=own)
+        staged = stager.stage({"a": tensor, "b": large}).result()
+        view = staged["a"][PAGE : 2 * PAGE]
+        del staged
+        gc.collect()
+        tensor.zero_()
+        for _ in range(5):  # other states must not get that memory
+            stager.stage({"a": tensor, "b": large}).result()
+        stager.close()
+        assert same(view, before[PAGE : 2 * PAGE])
+    assert own.native.arena_used_bytes == 3 * PAGE
     assert same(view, before[PAGE : 2 * PAGE])
     del view
-    assert small_engine.native.arena_used_bytes == 0
+    assert own.native.arena_used_bytes == 0
 
 
 def test_tensors_freed_after_the_call(tmp_path: Path, small_engine: pyckpt.Engine) -> None:
@@ -408,9 +409,9 @@ def test_other_writers(
                 assert same(dict(sorted(load_file(file).items())), dict(sorted(before.items())))
             del response
             stager.synchronize_staging()
-        gc.collect()
-        assert own.native.arena_used_bytes == 0
         assert own.native.arena_held_bytes <= budget
+    gc.collect()
+    assert own.native.arena_used_bytes == 0
     assert ("larger than max_pinned_bytes" in caplog.text) == (budget < 64 << 20)
 
 
@@ -531,7 +532,7 @@ def test_many_small_stagings(make_stager: bool) -> None:
         assert (descriptors(), own.native.arena_held_bytes) == before
         assert threading.active_count() <= threads + 1
         assert resident_bytes() < resident + (32 << 20)
-        assert own.native.arena_used_bytes == 0
+    assert own.native.arena_used_bytes == 0
 
 
 def test_arguments() -> None:
