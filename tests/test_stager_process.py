@@ -27,7 +27,7 @@ def can_have_a_process() -> None:
     warnings.simplefilter("ignore")
 
 
-def several_saves(path: Path, shared: bool, foreign: bool) -> list[int]:
+def several_saves(path: Path, shared: bool) -> list[int]:
     can_have_a_process()
     mesh = init_device_mesh("cpu", (1,))
     state: dict[str, Any] = {
@@ -54,30 +54,22 @@ def several_saves(path: Path, shared: bool, foreign: bool) -> list[int]:
             state["dtensor"] = distribute_tensor(placed, mesh, [Shard(0)])
             if turn == 3:
                 state["larger"] = torch.rand(700_000)
-            before = {**frozen({k: v for k, v in state.items() if k != "dtensor"})}
+            before = frozen({key: value for key, value in state.items() if key != "dtensor"})
             before["dtensor"] = placed.clone()
             to = path / str(turn)
-            options: dict[str, Any] = {"planner": pyckpt.SavePlanner()}
-            if foreign:
-                to.mkdir(parents=True)
-                writer: Any = dcp.FileSystemWriter(to)
-                options["async_stager"] = stager
-            else:
-                writer = writer_to(to, stager=stager, engine=own)
+            writer = writer_to(to, stager=stager, engine=own)
             future = dcp.async_save(
                 state,
                 storage_writer=writer,
                 async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-                **options,
+                planner=pyckpt.SavePlanner(),
             )
-            overwrite({k: v for k, v in state.items() if k != "dtensor"})
-            overwrite(state["dtensor"].to_local())
+            overwrite({**state, "dtensor": state["dtensor"].to_local()})
             placed = state["dtensor"].to_local().clone()
-            (future.upload_completion if foreign else future).result()
+            future.result()
             check_saved(before, to)
             del future
-            if not foreign:
-                wait_given_back(writer)
+            wait_given_back(writer)
             assert own.native.arena_used_bytes == 0
             descriptors.append(len(os.listdir("/proc/self/fd")))
     return descriptors
@@ -85,7 +77,7 @@ def several_saves(path: Path, shared: bool, foreign: bool) -> list[int]:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
 def test_several_saves(tmp_path: Path, shared: bool) -> None:
-    [descriptors] = run_ranks(1, several_saves, tmp_path, shared, False)
+    [descriptors] = run_ranks(1, several_saves, tmp_path, shared)
     # Two hundred tensors, and not a descriptor for each.
     assert max(descriptors) - min(descriptors) < 20
     assert max(descriptors) < 150
