@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
@@ -31,14 +30,3 @@ def round_trip(
 ) -> LoadReport:
     save(saved, path)
     return load_stock_file(into, path, **options)
-
-
-def in_group(rank: int, world: int, path: Path, body: Any, *args: Any) -> None:
-    """Run ``body(rank, path, *args)`` as one rank of a gloo group; for `spawn`."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{path}/rendezvous", rank=rank, world_size=world
-    )
-    try:
-        body(rank, path, *args)
-    finally:
-        dist.destroy_process_group()

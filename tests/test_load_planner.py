@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from _load_helpers import in_group, load_stock_file, round_trip, save
+from _load_helpers import load_stock_file, round_trip, save
+from _ranks import run_ranks
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
@@ -645,13 +646,13 @@ def test_errors_travel_between_ranks(error: PyckptError) -> None:
 # --- several ranks --------------------------------------------------------------------------------
 
 
-def save_sharded(rank: int, path: Path) -> None:
+def save_sharded(path: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(10.0).reshape(5, 2)
     save({"m": {"w": distribute_tensor(whole, mesh, [Shard(0)]), "n": 1}}, path)
 
 
-def load_sharded(rank: int, path: Path) -> None:
+def load_sharded(path: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(10.0).reshape(5, 2)
 
@@ -682,9 +683,8 @@ def load_sharded(rank: int, path: Path) -> None:
 
 
 def test_two_ranks_load_what_two_ranks_saved(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(in_group, (2, tmp_path, save_sharded), nprocs=2)
-    (tmp_path / "rendezvous").unlink(missing_ok=True)
-    torch.multiprocessing.spawn(in_group, (2, tmp_path, load_sharded), nprocs=2)
+    run_ranks(2, save_sharded, tmp_path)
+    run_ranks(2, load_sharded, tmp_path)
     # One process alone puts the shards together.
     state: dict[str, Any] = {"m": None}
     load_stock_file(state, tmp_path)
@@ -705,7 +705,7 @@ class Breaks(FileSystemReader):
         return super().read_data(plan, planner)
 
 
-def fail_on_ranks(rank: int, path: Path) -> None:
+def fail_on_ranks(path: Path) -> None:
     def failure(errors: dict[int, Exception]) -> Exception:
         with pytest.raises(Exception) as caught:  # noqa: PT011
             load({"a": torch.zeros(3)}, reader=Breaks(path / "c", errors))
@@ -729,7 +729,7 @@ def fail_on_ranks(rank: int, path: Path) -> None:
     assert list(mixed.failures) == [0, 1]
     assert "rank 1: CorruptCheckpoint: bad" in str(mixed)
 
-    state = {"a": torch.zeros(3), **({"zz": 1} if rank else {})}
+    state = {"a": torch.zeros(3), **({"zz": 1} if torch.distributed.get_rank() else {})}
     with pytest.raises(LoadError, match=r"^rank 1: .*zz") as missing:
         load(state, reader=FileSystemReader(path / "c"))
     assert missing.value.missing == ("zz",)
@@ -739,4 +739,4 @@ def fail_on_ranks(rank: int, path: Path) -> None:
 
 def test_failures_of_ranks(tmp_path: Path) -> None:
     save({"a": ONES}, tmp_path / "c")
-    torch.multiprocessing.spawn(in_group, (2, tmp_path, fail_on_ranks), nprocs=2)
+    run_ranks(2, fail_on_ranks, tmp_path)
