@@ -15,7 +15,12 @@ from _ranks import run_ranks
 from _staging import blank, difference, engine, frozen, metadata_of, overwrite, same, writer_to
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, default_planner
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    FileSystemReader,
+    FileSystemWriter,
+    default_planner,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -440,6 +445,39 @@ def test_busy_on_one_rank(tmp_path: Path, planner: Any) -> None:
     run_ranks(2, busy_on_one_rank, tmp_path, planner)
 
 
+def busy_error_on_one_rank(path: Path, planner: Any) -> None:
+    """Its error reaches all ranks, at the save's end."""
+    with engine(max_pinned_bytes=(8 << 20) + 3 * 4 * 4096) as own:
+        stager = pyckpt.PinnedStager(engine=own, when_busy="error")
+        state = {"t": torch.rand(300_000), "own": {f"{dist.get_rank()}": torch.rand(300_000)}}
+        before = frozen(state)
+        writer = writer_to(path, stager=stager, engine=own)
+        dcp.async_save(state, storage_writer=writer, planner=planner()).result()
+        holder = None
+        if dist.get_rank() == 1:
+            holder, _ = stager.begin(blocks(), direct=True)
+        overwrite(state)
+        future = dcp.async_save(state, storage_writer=writer, planner=planner())
+        with pytest.raises(CheckpointException, match="max_pinned_bytes") as caught:
+            future.result()
+        assert {rank: type(e) for rank, (e, _) in caught.value.failures.items()} == {1: StagerBusy}
+        dist.barrier()
+        check_all(state, before, path)
+        if holder is not None:
+            holder.release()
+        dist.barrier()
+        before = frozen(state)
+        dcp.async_save(state, storage_writer=writer, planner=planner()).result()
+        dist.barrier()
+        check_all(state, before, path)
+        assert own.native.arena_used_bytes == 0
+
+
+@pytest.mark.parametrize("planner", [dcp.DefaultSavePlanner, pyckpt.SavePlanner])
+def test_busy_error_on_one_rank(tmp_path: Path, planner: Any) -> None:
+    run_ranks(2, busy_error_on_one_rank, tmp_path, planner)
+
+
 def not_enough_for_global_sizes(path: Path) -> None:
     """A DTensor takes the memory of the part that is here."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -449,9 +487,11 @@ def not_enough_for_global_sizes(path: Path) -> None:
         holder, _ = stager.begin({"block": torch.rand(500_000)}, direct=True)
         staging, _ = stager.begin(state, direct=True)
         assert staging.bytes == 2_000_000
-        with pytest.raises(StagerBusy, match="are needed"):
-            stager.begin({"block": torch.rand(1_200_000)}, direct=True)
-        staging.release()
+        refused, _ = stager.begin({"block": torch.rand(1_200_000)}, direct=True)
+        assert isinstance(refused.busy, StagerBusy)
+        assert "are needed" in str(refused.busy)
+        for of_save in (staging, refused):
+            of_save.release()
         holder.release()
         assert own.native.arena_used_bytes == 0
 

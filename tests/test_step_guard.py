@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
+import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from _staging import (
     wait_given_back,
     writer_to,
 )
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -406,6 +410,20 @@ def test_other_hooks_run_as_ever(tmp_path: Path) -> None:
         future.result()
 
 
+def status_of_child(body: Callable[[], object]) -> int:
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(30)  # ends the child, should it wait
+            body()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
 def test_steps_of_a_forked_child(tmp_path: Path) -> None:
     """The parent's copies, whose threads a child has not, hold its steps not back."""
     model = torch.nn.Linear(1024, 1024)
@@ -416,14 +434,38 @@ def test_steps_of_a_forked_child(tmp_path: Path) -> None:
         writer = Gated(tmp_path, stager=stager, engine=own)
         future = dcp.async_save(dict(model.state_dict()), storage_writer=writer)
         assert writer.reached.wait(60)
-        child = os.fork()
-        if child == 0:
-            import signal
-
-            signal.alarm(20)  # ends the child, should it wait
-            guard._before_step(optimizer, (), {})
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
+        status = status_of_child(lambda: guard._before_step(optimizer, (), {}))
         writer.gate.set()
         future.result()
         assert status == 0
+
+
+def test_saves_of_a_forked_child(tmp_path: Path) -> None:
+    """A child that has its parent's stager and writer waits for nothing of the parent's, and saves
+    with memory and threads of its own."""
+    stager = pyckpt.PinnedStager()
+    state = {"large": torch.rand(100_000), "small": torch.rand(3)}
+    writer = Gated(tmp_path / "parent", stager=stager)
+    future = dcp.async_save(state, storage_writer=writer)
+    assert writer.reached.wait(60)
+
+    def save() -> None:
+        writer.wait_staged()
+        stager.wait_staged()
+        stager.synchronize_staging()
+        own = pyckpt.DirectWriter(tmp_path / "child", stager=stager, sync_files=False)
+        dcp.async_save(state, storage_writer=own).result()
+        copies = stager.stage(state).result()
+        assert torch.equal(copies["large"], state["large"])
+        writer.gate.set()
+        dcp.save(state, storage_writer=writer, checkpoint_id=tmp_path / "again")
+        stager.close()
+
+    status = status_of_child(save)
+    writer.gate.set()
+    future.result()
+    assert status == 0
+    for name in ("parent", "child", "again"):
+        loaded = {key: torch.zeros_like(value) for key, value in state.items()}
+        dcp.load(loaded, storage_reader=FileSystemReader(tmp_path / name))
+        assert all(torch.equal(loaded[key], state[key]) for key in state)

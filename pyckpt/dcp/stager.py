@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -57,10 +58,11 @@ class PinnedStager:
 
     Args:
         optimizers: those whose parameters and state nothing else changes in place.
-        when_busy: what a save does whose state would fit the engine's memory, were it not for
-            saves that are still under way: ``"wait"`` for them, ``"skip"`` this save (on all ranks;
-            nothing is written, and a warning logged), or ``"error"``: fail with ``StagerBusy``.
-            With writers other than `DirectWriter`, ``"wait"`` takes ordinary memory instead.
+        when_busy: what a save with `DirectWriter` does whose state would fit the engine's memory,
+            were it not for saves that are still under way: ``"wait"`` for them, ``"skip"`` this
+            save (on all ranks; nothing is written, and a warning logged), or ``"error"``: fail with
+            ``StagerBusy``, on all ranks. With other writers, which take copies only, what finds no
+            room is copied to ordinary memory.
         shared_memory: whether the copies lie in memory that other processes can map, for
             ``async_checkpointer_type=PROCESS``: a few segments instead of a descriptor a tensor.
         engine: the memory and threads to use; by default those that all share.
@@ -90,6 +92,7 @@ class PinnedStager:
         self._in_flight: list[weakref.ref[Staging]] = []
         self._finisher: ThreadPoolExecutor | None = None
         self._failure: BaseException | None = None
+        _stagers.add(self)
 
     # What DCP asks of an AsyncStager.
 
@@ -99,7 +102,6 @@ class PinnedStager:
         """Copy a state dict. The future has the copy, of plain dicts and lists, once it is whole.
 
         Raises:
-            StagerBusy: see ``when_busy``.
             BaseException: what made an earlier save fail, once (see ``take_failure``).
         """
         self.raise_failure()
@@ -142,15 +144,9 @@ class PinnedStager:
             CudaError: it could not be registered.
         """
         shape, leaves = self._shape_of(state_dict)
-        tensors = [leaf for leaf in shape.leaves.sources(leaves) if isinstance(leaf, torch.Tensor)]
-        plain = {
-            (tensor.data_ptr(), tensor.nbytes): tensor
-            for tensor in tensors
-            if is_plain_type(tensor) and tensor.layout is torch.strided
-        }
-        # What a tensor takes at most beyond its bytes.
-        needed = sum(tensor.nbytes + _REGION_GRAIN for tensor in plain.values())
-        pin = any(tensor.is_cuda for tensor in plain.values())
+        sources = shape.leaves.sources(leaves)
+        pin = any(isinstance(source, torch.Tensor) and source.is_cuda for source in sources)
+        needed = shape.needed_bytes(leaves, None)
         self.engine.native.reserve(needed, shared=self.shared_memory, pin=pin)
 
     def wait_staged(self) -> None:
@@ -182,14 +178,15 @@ class PinnedStager:
 
     def begin(self, state_dict: dict[str, Any], *, direct: bool) -> tuple[Staging, dict[str, Any]]:
         """Begin to copy; return the copies, too, as a state dict. ``direct``: the writer knows how
-        to read what found no room from where it is, and gives memory back when it is through."""
+        to read what found no room from where it is, gives memory back when it is through, and looks
+        whether the staging is ``busy``: then nothing was copied."""
         with named("stage"), collector_paused():
             shape, leaves = self._shape_of(state_dict)
             wanted = shape.wanted() if direct else None
-            skipped = direct and self._is_busy(shape, leaves, wanted)
-            if skipped:
+            busy = self._busy(shape, leaves, wanted) if direct else None
+            if busy is not None:
                 wanted = bytes(len(leaves))
-            return self._begin(shape, leaves, wanted, direct=direct, skipped=skipped)
+            return self._begin(shape, leaves, wanted, direct=direct, busy=busy)
 
     def keep_failure(self, error: BaseException) -> None:
         """Have the next save raise an error. Not with the stager that all writers share: the next
@@ -211,7 +208,7 @@ class PinnedStager:
         wanted: bytes | None,
         *,
         direct: bool,
-        skipped: bool,
+        busy: StagerBusy | None,
     ) -> tuple[Staging, dict[str, Any]]:
         sources = shape.leaves.sources(leaves)
         native = _C.Staging(
@@ -229,7 +226,7 @@ class PinnedStager:
         except BaseException:
             native.release()
             raise
-        staging = Staging(self, native, shape, direct=direct, skipped=skipped)
+        staging = Staging(self, native, shape, direct=direct, busy=busy)
         with self._lock:
             self._in_flight.append(weakref.ref(staging))
         guard.add(staging)
@@ -269,21 +266,19 @@ class PinnedStager:
             storages.add(getattr(optimizer, "state", {}))
         return storages
 
-    def _is_busy(self, shape: Shape, leaves: list[Any], wanted: bytes | None) -> bool:
-        """Wait, raise or tell to skip, where saves under way leave no room for this one."""
+    def _busy(self, shape: Shape, leaves: list[Any], wanted: bytes | None) -> StagerBusy | None:
+        """Wait, or tell, where saves under way leave no room for this one."""
         while True:
             others = [staging for staging in self._under_way() if staging.direct]
             if not others:
-                return False
+                return None
             native = self.engine.native
             needed = shape.needed_bytes(leaves, wanted)
             free = native.arena_max_bytes - native.arena_used_bytes
             if needed <= free:
-                return False
-            if self.when_busy == "skip":
-                return True
-            if self.when_busy == "error":
-                raise StagerBusy(
+                return None
+            if self.when_busy != "wait":
+                return StagerBusy(
                     f"saves under way leave {free} bytes of max_pinned_bytes for copies; "
                     f"{needed} are needed"
                 )
@@ -303,6 +298,16 @@ class PinnedStager:
             except RuntimeError:  # the interpreter is on its way out
                 pass
         task()
+
+    def forget_parent(self) -> None:
+        """In a forked child: copies under way are the parent's, and so is the thread that waits."""
+        for staging in self._in_flight:
+            copies = staging()
+            if copies is not None:
+                copies.forget_parent()
+        self._lock = threading.Lock()
+        self._in_flight = []
+        self._finisher = None
 
     def _forget(self, staging: Staging) -> None:
         with self._lock:
@@ -364,12 +369,13 @@ class Staging:
         shape: Shape,
         *,
         direct: bool,
-        skipped: bool,
+        busy: StagerBusy | None,
     ) -> None:
         self.stager = stager
         self.shape = shape
         self.direct = direct
-        self.skipped = skipped
+        self.busy = busy
+        """Why nothing was copied: the save is to be skipped, or to fail with this."""
         self.staged: Future[None] = Future()
         statistics = native.statistics()
         self.bytes = statistics.bytes_staged
@@ -382,6 +388,11 @@ class Staging:
         """Called when the save is over, however it ended."""
         self._native = native
         self._released = threading.Event()
+
+    @property
+    def released(self) -> bool:
+        """Whether the save is over."""
+        return self._released.is_set()
 
     def finish(self) -> None:
         """Wait for the copies; on the stager's thread."""
@@ -408,6 +419,8 @@ class Staging:
 
     def guard(self) -> None:
         """Make what the calling thread does next wait for the copies. Errors are for ``staged``."""
+        if self.released:
+            return
         try:
             self._native.guard()
         except Exception as error:
@@ -426,13 +439,20 @@ class Staging:
 
     def release(self) -> None:
         """Give the memory back, whoever still has the tensors. Idempotent."""
-        if self._released.is_set():
+        if self.released:
             return
         self._native.release()
         guard.discard(self)
         self.stager._forget(self)
         self._released.set()
         self.on_release()
+
+    def forget_parent(self) -> None:
+        """In a forked child: nothing comes of these copies here, and nobody is to wait for them."""
+        # Not the parent's, whose locks another thread may have held at the fork.
+        self.staged, self._released = Future(), threading.Event()
+        self.staged.set_exception(EngineClosed("the save began in another process, before a fork"))
+        self._released.set()
 
 
 _THREAD_LOOK_SECONDS = 0.1
@@ -472,6 +492,17 @@ class StagedStateDict(dict[str, Any]):
 
 
 _default_lock = threading.Lock()
+_stagers: weakref.WeakSet[PinnedStager] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    global _default_lock
+    _default_lock = threading.Lock()
+    for stager in list(_stagers):
+        stager.forget_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def default_stager(engine: Engine | None) -> PinnedStager:

@@ -175,14 +175,19 @@ class DirectWriter(StorageWriter):
         Raises:
             StagerBusy: see ``when_busy`` of `PinnedStager`.
             BaseException: what made an earlier save fail, once.
+
+        Ranks must not part ways: where there are several, these errors come from
+        `prepare_local_plan`, so that they travel with DCP's collectives.
         """
         stager = default_stager(self._engine) if self._stager is None else self._stager
-        # Ranks must not part ways: with others, the error travels with DCP's collectives.
         if not _has_company():
             stager.raise_failure()
         self.staged = Future()
         self.written = Future()
         staging, copies = stager.begin(state_dict, direct=True)
+        if stager.when_busy == "error" and staging.busy is not None and not _has_company():
+            staging.release()
+            raise staging.busy
         self._staging = staging
         staging.staged.add_done_callback(partial(_pass_on, self.staged))
         # Nothing was written by then: the save failed before, or another process made it.
@@ -225,8 +230,9 @@ class DirectWriter(StorageWriter):
         staging = self._staging
         if staging is None:
             return
-        if staging.save_thread not in (None, threading.current_thread()):
-            # Of an asynchronous save before this one, which failed before it wrote.
+        if staging.released or staging.save_thread not in (None, threading.current_thread()):
+            # Of an asynchronous save before this one, which failed before it wrote, or is that of
+            # the process that this one was forked from.
             staging.release()
             self._staging = None
         else:
@@ -243,8 +249,11 @@ class DirectWriter(StorageWriter):
         self._is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if self._staging is not None:
-            self._staging.stager.raise_failure()
+        staging = self._staging
+        if staging is not None:
+            staging.stager.raise_failure()
+            if staging.busy is not None and staging.stager.when_busy == "error":
+                raise staging.busy
         commit.make_directory(self.path, sync=self.sync_files)
         self._sweep_remains()
         metadata = self.path / self._metadata_name()
@@ -258,7 +267,7 @@ class DirectWriter(StorageWriter):
             raise FileExistsError(
                 errno.EEXIST, "a checkpoint is there already, and overwrite=False", str(metadata)
             )
-        if self._staging is not None and self._staging.skipped:
+        if staging is not None and staging.busy is not None:
             return dataclasses.replace(plan, storage_data=_SKIP)
         return plan
 
