@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,24 @@ def say(**what: Any) -> None:
     os.write(1, line.encode())  # in one piece, beside the other ranks
 
 
-def slow_down(seconds: float) -> None:
-    """Make every save take at least so long, so that signals come in the middle of one."""
+def hold_first_save(gate: str) -> None:
+    """Commit the first save when a pipe says so, so that signals come in the middle of it."""
     finish = pyckpt.DirectWriter.finish
+    pipe = os.open(gate, os.O_RDWR)
 
-    def slowly(*arguments: Any, **options: Any) -> None:
-        time.sleep(seconds)
+    def held(*arguments: Any, **options: Any) -> None:
+        pyckpt.DirectWriter.finish = finish  # type: ignore[method-assign]
+        os.read(pipe, 1)
         finish(*arguments, **options)
 
-    pyckpt.DirectWriter.finish = slowly  # type: ignore[method-assign]
+    pyckpt.DirectWriter.finish = held  # type: ignore[method-assign]
 
 
-def main(directory: Path, every: int, save_seconds: float) -> None:
+def main(directory: Path, every: int, gate: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    if save_seconds:
-        slow_down(save_seconds)
+    if gate:
+        hold_first_save(gate)
     run = Run()
     with pyckpt.Checkpointer(directory, every_steps=every, on_signals=("SIGTERM",)) as checkpointer:
         start = checkpointer.restore(run.state) or 0
@@ -52,4 +53,4 @@ def main(directory: Path, every: int, save_seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

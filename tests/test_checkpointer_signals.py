@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -57,9 +58,7 @@ class Job:
 
 
 @contextmanager
-def job(
-    ranks: int, directory: Path, *, every: int = NEVER, save_seconds: float = 0
-) -> Iterator[Job]:
+def job(ranks: int, directory: Path, *, every: int = NEVER, gate: str = "") -> Iterator[Job]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", str(JOB), str(directory), str(every)]
     root = str(JOB.parent.parent)
@@ -72,31 +71,37 @@ def job(
     log = directory.with_suffix(".stderr")
     with log.open("wb") as errors:
         process = subprocess.Popen(
-            [*command, str(save_seconds)],
+            [*command, gate],
             stdout=subprocess.PIPE,
             stderr=errors,
             env=environment,
             start_new_session=True,
         )
     # A job that hangs is killed, and then what it said ends.
-    watchdog = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            f"import os, time; time.sleep({TIMEOUT_S}); os.killpg({process.pid}, 9)",
-        ],
-        start_new_session=True,
-    )
+    watchdog = threading.Timer(TIMEOUT_S, os.killpg, (process.pid, signal.SIGKILL))
+    watchdog.start()
     try:
         yield Job(process, ranks)
     finally:
-        watchdog.kill()
-        watchdog.wait()
+        watchdog.cancel()
+        watchdog.join()
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
+
+
+class Gate:
+    """What a job's first save waits for."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = str(directory / "gate")
+        os.mkfifo(self.path)
+
+    def open(self) -> None:
+        with open(self.path, "r+b", buffering=0) as pipe:  # which the job has open, or will
+            pipe.write(b"1")
 
 
 def newest(directory: Path) -> int | None:
@@ -142,11 +147,13 @@ def test_one_worker_is_signalled(ranks: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_workers_are_signalled_in_the_middle_of_a_save(ranks: int, tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    with job(ranks, directory, every=10, save_seconds=1.0) as running:
+    gate = Gate(tmp_path)
+    with job(ranks, directory, every=10, gate=gate.path) as running:
         pids = running.pids()
-        running.until(lambda said: said.get("saves") is True)  # and takes a second from here
+        running.until(lambda said: said.get("saves") is True)
         for pid in pids.values():
             os.kill(pid, signal.SIGTERM)
+        gate.open()
         assert running.end() == 0
         end = check_stopped(running, directory, 10)
         with Checkpointer(directory) as checkpointer:
@@ -165,12 +172,12 @@ def test_the_launcher_is_signalled(tmp_path: Path) -> None:
 
 def test_a_second_signal_gives_up_at_once(tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    with job(2, directory, every=10, save_seconds=600) as running:
+    with job(2, directory, every=10, gate=Gate(tmp_path).path) as running:
         pids = running.pids()
         running.until(lambda said: said.get("saves") is True)
         for pid in pids.values():
             os.kill(pid, signal.SIGTERM)
-        # Now each waits for a save that takes ten minutes. Another signal, that is no echo of the
+        # Now each waits for a save that does not end. Another signal, that is no echo of the
         # first, ends it.
         deadline = time.monotonic() + TIMEOUT_S
         while running.process.poll() is None:

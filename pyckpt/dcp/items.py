@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -18,7 +17,7 @@ from pyckpt import _C
 from pyckpt.dcp.leaves import is_plain_type
 from pyckpt.errors import PyckptError
 from pyckpt.format.envelope import envelope_of
-from pyckpt.format.metadata import storage_info
+from pyckpt.format.metadata import StorageInfo, storage_info
 
 __all__ = [
     "OPAQUE",
@@ -186,11 +185,11 @@ def add_known(
         done += 1
 
 
-def _info(name: str, raw: Raw, place: Place) -> _StorageInfo:
+def _info(name: str, raw: Raw, place: Place) -> StorageInfo:
     if not raw.as_planned:
         # A planner changed the tensor on its way and left the plan as it was. The item itself, like
         # any that torch.save writes, tells readers what it is.
-        return _StorageInfo(name, place.offset, place.length)
+        return StorageInfo(name, place.offset, place.length)
     return storage_info(
         name,
         place.offset,

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -35,6 +35,7 @@ from pyckpt.format.item import (
     has_its_checksums,
     is_dense,
 )
+from pyckpt.format.metadata import StorageInfo
 from pyckpt.statistics import ReadStatistics
 
 __all__ = ["DirectReader"]
@@ -155,7 +156,7 @@ class _Check:
     """What to verify of an item once its parts are read."""
 
     key: str
-    info: _StorageInfo
+    info: StorageInfo
     payload: Payload
     tiles: list[tuple[int, int, int]]  # begin, end, checksum
 
@@ -216,7 +217,7 @@ class _Load:
         self.temporary_bytes = 0
 
     def run(self, items: Sequence[ReadItem]) -> None:
-        storage: dict[Any, _StorageInfo] = self.metadata.storage_data
+        storage: dict[Any, StorageInfo] = self.metadata.storage_data
         # In the order of the files, so that few need to be open at a time.
         reads = [(item, storage[item.storage_index]) for item in items]
         reads.sort(key=lambda read: (read[1].relative_path, read[1].offset))
@@ -265,7 +266,7 @@ class _Load:
                     found=found,
                 )
 
-    def locate(self, tensors: Sequence[tuple[ReadItem, _StorageInfo]]) -> list[Payload | None]:
+    def locate(self, tensors: Sequence[tuple[ReadItem, StorageInfo]]) -> list[Payload | None]:
         """Where the raw bytes of each item are; None where it is no plain tensor."""
         payloads = [self.recorded(item, info) for item, info in tensors]
         foreign = [i for i, payload in enumerate(payloads) if payload is _UNRECORDED]
@@ -280,7 +281,7 @@ class _Load:
                 payloads[i] = payload
         return payloads
 
-    def recorded(self, item: ReadItem, info: _StorageInfo) -> Payload | None:
+    def recorded(self, item: ReadItem, info: StorageInfo) -> Payload | None:
         """What the metadata tells of an item's payload, where we wrote it."""
         extra = info.__dict__
         payload_offset = extra.get("payload_offset")
@@ -317,7 +318,7 @@ class _Load:
             self.chunk_sizes[index.fqn] = sizes
         return sizes[tuple(index.offset or ())]
 
-    def read_ends(self, infos: Sequence[_StorageInfo]) -> list[Payload | None]:
+    def read_ends(self, infos: Sequence[StorageInfo]) -> list[Payload | None]:
         """Locate the payloads of items that we did not write, from their first and last bytes."""
         buffers = []
         for info in infos:
@@ -336,7 +337,7 @@ class _Load:
     # --- tensors ---
 
     def add(
-        self, item: ReadItem, info: _StorageInfo, payload: Payload, target: torch.Tensor
+        self, item: ReadItem, info: StorageInfo, payload: Payload, target: torch.Tensor
     ) -> None:
         """Read the box that an item asks for into a tensor of its size."""
         place = (info.relative_path, info.offset)
@@ -458,9 +459,9 @@ class _Load:
 
     # --- what is not a plain tensor ---
 
-    def read_whole(self, reads: Sequence[tuple[ReadItem, _StorageInfo]], load: Any) -> None:
+    def read_whole(self, reads: Sequence[tuple[ReadItem, StorageInfo]], load: Any) -> None:
         """Read items as bytes, check them, and hand them to ``load``; a few at a time."""
-        batch: list[tuple[ReadItem, _StorageInfo, bytearray]] = []
+        batch: list[tuple[ReadItem, StorageInfo, bytearray]] = []
         size = 0
         for i, (item, info) in enumerate(reads):
             buffer = bytearray(info.length)
@@ -478,7 +479,7 @@ class _Load:
                 load(item, io.BytesIO(buffer))
             batch, size = [], 0
 
-    def check_bytes(self, item: ReadItem, info: _StorageInfo, data: bytearray) -> None:
+    def check_bytes(self, item: ReadItem, info: StorageInfo, data: bytearray) -> None:
         key = item.storage_index.fqn
         expected = info.__dict__.get("crc32")
         if self.reader.verify == "none":
@@ -583,7 +584,7 @@ def _check_size(item: ReadItem, target: torch.Tensor) -> None:
         )
 
 
-def _damaged(item: ReadItem, info: _StorageInfo, path: Path, what: str) -> CorruptCheckpoint:
+def _damaged(item: ReadItem, info: StorageInfo, path: Path, what: str) -> CorruptCheckpoint:
     return CorruptCheckpoint(
         f"{item.storage_index.fqn} in {path / info.relative_path} at {info.offset}: {what}",
         key=item.storage_index.fqn,

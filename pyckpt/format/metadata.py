@@ -43,11 +43,14 @@ from torch.distributed.checkpoint.metadata import (
 from pyckpt.collector import collector_paused
 from pyckpt.errors import CorruptCheckpoint, UnsafeCheckpoint
 
-__all__ = ["MAGIC", "data_files", "decode", "encode", "read", "seal", "storage_info"]
+__all__ = ["MAGIC", "StorageInfo", "data_files", "decode", "encode", "read", "seal", "storage_info"]
 
 MAGIC = b"PYCKPTM1"
 _TRAILER = struct.Struct("<8sQI")
 
+
+StorageInfo = _StorageInfo
+"""DCP's record of where an item lies: ``relative_path``, ``offset`` and ``length``."""
 
 # --- writing --------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -49,11 +50,12 @@ class CopyCounts:
     bytes: int
 
 
-class _Readings:
+class _Readings(ABC):
     """What is read off one thread's counts, or off those of all threads."""
 
+    @abstractmethod
     def _threads(self) -> Iterable[ThreadCounts]:
-        raise NotImplementedError
+        """Those to be added up."""
 
     def count(self, kind: Kind) -> int:
         """How often ``kind`` was seen."""

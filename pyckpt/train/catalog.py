@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from pyckpt.dcp import objects
@@ -253,7 +252,7 @@ def _read_note(path: Path, metadata: Metadata, step: int) -> tuple[bool, dict[st
         ) from error
 
 
-def _object(path: Path, info: _StorageInfo) -> Any:
+def _object(path: Path, info: metadata_format.StorageInfo) -> Any:
     with open(path / info.relative_path, "rb") as file:
         file.seek(info.offset)
         data = io.BytesIO(file.read(info.length))

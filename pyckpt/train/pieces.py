@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
 from pyckpt import _C
 from pyckpt.engine import Engine, default_engine
 from pyckpt.errors import CorruptCheckpoint
+from pyckpt.format.metadata import StorageInfo
 
 __all__ = ["PIECE_BYTES", "Stored", "read_pieces", "stored", "verify"]
 
@@ -35,7 +35,7 @@ class Stored(NamedTuple):
     crc32: int
 
 
-def stored(key: str, directory: Path, info: _StorageInfo) -> Stored | None:
+def stored(key: str, directory: Path, info: StorageInfo) -> Stored | None:
     """The payload of an item, as pyckpt's metadata tells it; None for an item of another writer."""
     extra = info.__dict__
     if "crc32" not in extra:
@@ -152,7 +152,7 @@ def verify(
         OSError: a file cannot be read.
     """
     ours: list[Stored] = []
-    others: list[tuple[str, _StorageInfo]] = []
+    others: list[tuple[str, StorageInfo]] = []
     for index, info in (metadata.storage_data or {}).items():
         if keys is None or index.fqn in keys:
             payload = stored(index.fqn, directory, info)
@@ -167,7 +167,7 @@ def verify(
         _verify_archive(key, directory / info.relative_path, info)
 
 
-def _verify_archive(key: str, path: Path, info: _StorageInfo) -> None:
+def _verify_archive(key: str, path: Path, info: StorageInfo) -> None:
     with path.open("rb") as file:
         window = _Window(file, info.offset, info.length)
         if window.read(4) != b"PK\3\4":
