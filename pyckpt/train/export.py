@@ -371,8 +371,14 @@ def _copy(
     """Write each tensor at its offset of a file; return the CRC-32 of its bytes, by its name."""
     ends = dict(places)
     checksums = dict.fromkeys((tensor.name for tensor in places), 0)
+    room = torch.empty(0, dtype=torch.uint8)  # kept, since malloc keeps what it is given back
     for tensor, piece in _ahead(pieces):
-        written = piece.to(tensor.dtype)
+        written = piece
+        if piece.dtype != tensor.dtype:
+            needed = piece.numel() * tensor.dtype.itemsize
+            if room.numel() < needed:
+                room = torch.empty(needed, dtype=torch.uint8)
+            written = room[:needed].view(tensor.dtype).copy_(piece)
         # The tensor's memory; numpy, which torch would go through, need not be there.
         array = (ctypes.c_ubyte * written.nbytes).from_address(written.data_ptr())
         data = memoryview(array).cast("B")
