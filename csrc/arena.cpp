@@ -18,8 +18,10 @@ size_t round_up(size_t size, size_t multiple) {
 
 void Region::give_back() noexcept { arena_->give_back(this); }
 
+size_t Arena::region_size(size_t at_least) { return round_up(at_least, kGrain); }
+
 std::shared_ptr<Region> Arena::allocate(size_t size, Kind kind, bool pin) {
-  size = round_up(std::max<size_t>(size, 1), kGrain);
+  size = region_size(std::max<size_t>(size, 1));
   std::lock_guard lock(mutex_);
   const auto region = [&](Segment& segment, std::byte* data) {
     used_bytes_ += size;

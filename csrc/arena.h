@@ -57,6 +57,9 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   enum class Kind { kPrivate, kShared };  // shared: other processes can map it
 
+  // The bytes that a region of at least so many takes.
+  static size_t region_size(size_t at_least);
+
   // A region, or none where the budget is used up. Throws IoError where the system has no memory,
   // CudaError where it cannot be registered.
   std::shared_ptr<Region> allocate(size_t size, Kind kind, bool pin);

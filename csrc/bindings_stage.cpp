@@ -70,6 +70,26 @@ at::Tensor make_staged_tensor(const std::shared_ptr<Staged>& staged, const at::T
       .make_tensor();
 }
 
+// Leaves the calling thread's current CUDA device as it was, which a Device does not. Does nothing
+// without CUDA, or until it is told that there is a device.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(bool has_devices) {
+    if (has_devices) keep();
+  }
+  void keep() {
+#ifdef PYCKPT_CUDA
+    if (!guard_.original_device()) guard_.set_index(c10::cuda::current_device());
+#endif
+  }
+
+#ifdef PYCKPT_CUDA
+ private:
+  // Sets the device back only where the process has a context on it, so that none is made.
+  c10::cuda::OptionalCUDAGuard guard_;
+#endif
+};
+
 // A StageJob, and what keeps alive the memory that it reads.
 class PyStaging {
  public:
@@ -82,6 +102,7 @@ class PyStaging {
     StageJob::Options options;
     options.kind = shared ? Arena::Kind::kShared : Arena::Kind::kPrivate;
     tensors_ = py::list(leaves.size());
+    CurrentDevice current_device(false);
     for (size_t i = 0; i < leaves.size(); ++i) {
       const py::object leaf = leaves[i];
       if (!THPVariable_Check(leaf.ptr()) || !is_plain(THPVariable_Unpack(leaf.ptr()))) {
@@ -102,6 +123,7 @@ class PyStaging {
       StageSource& source = sources[i];
       source.guarded = guarded != nullptr && guarded->contains(tensor);
       if (tensor.is_cuda()) {
+        current_device.keep();
         source.device = device_of(tensor, &options);
         options.pin = true;
         if (!tensor.is_non_overlapping_and_dense()) {
@@ -135,6 +157,7 @@ class PyStaging {
       new std::shared_ptr<StageJob>(std::move(job_));  // must not be destroyed here
       return;
     }
+    const CurrentDevice current_device(!programs_.empty());
     py::gil_scoped_release release;
     job_.reset();
   }
@@ -145,12 +168,14 @@ class PyStaging {
   StageStatistics statistics() const { return job_->statistics(); }
 
   void wait() {
+    const CurrentDevice current_device(!programs_.empty());
     py::gil_scoped_release release;
     job_->wait();
   }
 
   // What the calling thread's current streams are given from now on waits for the copies.
   void guard() {
+    const CurrentDevice current_device(!programs_.empty());
     py::gil_scoped_release release;
     job_->wait_host();
 #ifdef PYCKPT_CUDA
@@ -163,12 +188,14 @@ class PyStaging {
   }
 
   void release_sources() {
+    const CurrentDevice current_device(!programs_.empty());
     py::gil_scoped_release release;
     job_->release_sources();
   }
 
   void release() {
     tensors_ = py::list();
+    const CurrentDevice current_device(!programs_.empty());
     py::gil_scoped_release release;
     job_->release_regions();
     job_->release_sources();

@@ -27,6 +27,14 @@ uint64_t round_up(uint64_t value, uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
+// What small sources take that lie beside each other.
+uint64_t bytes_together(const std::vector<size_t>& indices,
+                        const std::vector<StageSource>& sources) {
+  uint64_t total = 0;
+  for (const size_t i : indices) total += round_up(sources[i].size, kSmallAlignment);
+  return total;
+}
+
 }  // namespace
 
 void Staged::wait() {
@@ -75,18 +83,19 @@ StageJob::~StageJob() {
 
 // Finds room, first for what is not guarded: what finds none costs the caller a wait.
 void StageJob::place(Arena* arena, const std::vector<StageSource>& sources) {
-  uint64_t total = 0;
-  for (const StageSource& source : sources) total += round_up(source.size, kSmallAlignment);
-  arena->reserve(total, options_.kind, options_.pin, /*touch=*/false);
-
+  struct Group {
+    bool guarded;
+    std::vector<size_t> small, large;
+  };
+  Group groups[] = {{false, {}, {}}, {true, {}, {}}};
   // Tensors that are the same memory are copied once.
   std::unordered_map<const std::byte*, size_t> seen;
   std::vector<std::pair<size_t, size_t>> twins;
-  for (const bool guarded : {false, true}) {
-    std::vector<size_t> small, large;
+  uint64_t total = 0;
+  for (Group& group : groups) {
     for (size_t i = 0; i < sources.size(); ++i) {
       const StageSource& source = sources[i];
-      if (source.guarded != guarded || source.data == nullptr) continue;
+      if (source.guarded != group.guarded || source.data == nullptr) continue;
       if (!source.strided) {
         const auto [twin, is_new] = seen.emplace(source.data, i);
         if (!is_new && sources[twin->second].size == source.size &&
@@ -95,10 +104,16 @@ void StageJob::place(Arena* arena, const std::vector<StageSource>& sources) {
           continue;
         }
       }
-      (source.size < kSmall ? small : large).push_back(i);
+      (source.size < kSmall ? group.small : group.large).push_back(i);
     }
-    place_small(arena, std::move(small), sources);
-    for (const size_t i : large) {
+    total += Arena::region_size(bytes_together(group.small, sources));
+    for (const size_t i : group.large) total += Arena::region_size(sources[i].size);
+  }
+  arena->reserve(total, options_.kind, options_.pin, /*touch=*/false);
+
+  for (const Group& group : groups) {
+    place_small(arena, group.small, sources);
+    for (const size_t i : group.large) {
       std::shared_ptr<Region> region =
           arena->allocate(sources[i].size, options_.kind, options_.pin);
       if (region) {
@@ -108,16 +123,15 @@ void StageJob::place(Arena* arena, const std::vector<StageSource>& sources) {
         bytes_streamed_ += sources[i].size;
       }
     }
-    cut_units(guarded);
+    cut_units(group.guarded);
   }
   for (const auto& [i, twin] : twins) staged_[i] = staged_[twin];
 }
 
 // All of them in one region, as dense as they may lie: one launch can fill it.
-void StageJob::place_small(Arena* arena, std::vector<size_t> indices,
+void StageJob::place_small(Arena* arena, const std::vector<size_t>& indices,
                            const std::vector<StageSource>& sources) {
-  uint64_t total = 0;
-  for (const size_t i : indices) total += round_up(sources[i].size, kSmallAlignment);
+  const uint64_t total = bytes_together(indices, sources);
   std::shared_ptr<Region> region;
   if (total > 0) {
     region = arena->allocate(total, options_.kind, options_.pin);

@@ -134,7 +134,7 @@ class StageJob : public Job, public std::enable_shared_from_this<StageJob> {
   StageJob(const std::vector<StageSource>& sources, Options options);
 
   void place(Arena* arena, const std::vector<StageSource>& sources);
-  void place_small(Arena* arena, std::vector<size_t> indices,
+  void place_small(Arena* arena, const std::vector<size_t>& indices,
                    const std::vector<StageSource>& sources);
   void add(const StageSource& source, size_t index, std::shared_ptr<Region> region,
            std::byte* data);

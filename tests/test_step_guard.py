@@ -415,6 +415,7 @@ def status_of_child(body: Callable[[], object]) -> int:
     if child == 0:
         try:
             signal.alarm(30)  # ends the child, should it wait
+            torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
             body()
             os._exit(0)
         except BaseException:

@@ -343,8 +343,11 @@ class Shape:
         """Bytes of the copies of the leaves that are wanted, at most."""
         sources = self.leaves.sources(leaves)
         mask = repeat(1) if wanted is None else self.leaves.sources_wanted(leaves, wanted)
+        # Row-major tensors that are the same memory are copied once.
         sizes = {
-            (source.data_ptr(), source.nbytes): source.nbytes
+            (source.data_ptr(), source.nbytes)
+            if source.is_contiguous()
+            else id(source): source.nbytes
             for source, is_wanted in zip(sources, mask, strict=False)
             if is_wanted
             and isinstance(source, torch.Tensor)
@@ -352,7 +355,8 @@ class Shape:
             and source.layout is torch.strided
         }
         small = sum(size + _SMALL_GRAIN for size in sizes.values() if size < _SMALL)
-        return small + sum(size + _REGION_GRAIN for size in sizes.values() if size >= _SMALL)
+        large = sum(size + _REGION_GRAIN for size in sizes.values() if size >= _SMALL)
+        return small + large + 2 * _REGION_GRAIN  # the small ones in two regions: guarded, and not
 
 
 _SMALL = 64 << 10  # smaller ones lie beside each other in one region, as csrc/stage_job.cpp has it
