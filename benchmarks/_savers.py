@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import mmap
+import multiprocessing
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-from _common import Sample, State, Variant, must_equal, remove, zeros_like
+from _common import MIB, Sample, State, Variant, must_equal, remove, zeros_like
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -208,6 +212,68 @@ class TorchCheckpointing(Saver):
 
     def close(self) -> None:
         self._manager.close()
+
+
+class BareWriter(Saver):
+    """The limit: a process of its own that writes as many bytes with direct I/O, from memory that
+    it has, and syncs. Knows nothing of the state, so that what is beside it loses no more than the
+    disk's work itself takes."""
+
+    name = "bare direct I/O, in another process"
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_write_directly, args=(theirs, size), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._pipe.recv()  # it is ready
+
+    def start(self, state: Any, path: Path) -> Pending:
+        self._pipe.send(path)
+        return _Elsewhere(self._pipe)
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join()
+
+
+class _Elsewhere(Pending):
+    def __init__(self, pipe: Connection) -> None:
+        super().__init__(Future())
+        self._pipe = pipe
+
+    def done(self) -> bool:
+        if not self.future.done() and self._pipe.poll():
+            self.future.set_result(self._pipe.recv())
+        return self.future.done()
+
+    def wait(self) -> None:
+        while not self.done():
+            self._pipe.poll(None)
+
+
+_BLOCK = 8 * MIB
+_WRITES_AT_ONCE = 4
+
+
+def _write_directly(pipe: Connection, size: int) -> None:
+    memory = mmap.mmap(-1, _BLOCK)
+    memory[:] = os.urandom(_BLOCK)
+    size = -(-size // _BLOCK) * _BLOCK
+    with ThreadPoolExecutor(_WRITES_AT_ONCE) as threads, suppress(EOFError):
+        pipe.send("ready")
+        while True:
+            path = pipe.recv()
+            path.mkdir()
+            file = os.open(path / "bytes", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+            os.posix_fallocate(file, 0, size)
+            writes = [threads.submit(os.pwrite, file, memory, at) for at in range(0, size, _BLOCK)]
+            if any(write.result() != _BLOCK for write in writes):
+                raise OSError("a short write")
+            os.fsync(file)
+            os.close(file)
+            pipe.send("done")
 
 
 # --- the time ---------------------------------------------------------------------------------
