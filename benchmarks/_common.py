@@ -329,24 +329,21 @@ class Report:
         self, title: str, group: str, metrics: Mapping[str, tuple[str, Callable[[float], float]]]
     ) -> None:
         """Print a group: for each metric (heading, conversion) its median and, of more samples
-        than one, its range."""
+        than one, its range below it."""
         single = all(len(s.samples) == 1 for v in self.results[group].values() for s in v.values())
         table = Table(title=title, title_justify="left", title_style="bold")
-        table.add_column("variant", no_wrap=True)
+        table.add_column("variant", max_width=32)
         for heading, _ in metrics.values():
-            table.add_column(heading if single else f"{heading}\nmedian", justify="right")
-            if not single:
-                table.add_column("min .. max", justify="right", style="dim")
+            table.add_column(heading, justify="right", no_wrap=True)
         for variant, spreads in self.results[group].items():
             row = [variant]
             for metric, (_, convert) in metrics.items():
                 spread = spreads.get(metric)
                 values = [] if spread is None else [convert(value) for value in spread.samples]
-                row.append(_number(statistics.median(values)) if values else "")
-                if not single:
-                    row.append(
-                        f"{_number(min(values))} .. {_number(max(values))}" if values else ""
-                    )
+                cell = _number(statistics.median(values)) if values else ""
+                if values and not single:
+                    cell += f"\n[dim]{_number(min(values))}..{_number(max(values))}[/]"
+                row.append(cell)
             table.add_row(*row)
         self.console.print(table)
 
