@@ -1,26 +1,63 @@
-"""Python's cyclic garbage collector, while we make many objects at once."""
+"""Python's cyclic garbage collector, while we make many objects at once.
+
+It runs when many objects were made, looks at all there are, and finds nothing: making the tens of
+thousands of small objects that describe a checkpoint took two to four times as long with it.
+"""
 
 from __future__ import annotations
 
 import gc
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["collector_paused"]
+__all__ = ["CollectorPause", "collector_paused"]
+
+# Reentrant: a finalizer may end a pause, and may run wherever the collector comes back.
+_lock = threading.RLock()
+_pauses: set[CollectorPause] = set()
+_was_enabled = False
+
+
+class CollectorPause:
+    """Holds the collector off, in all threads, until its ``end``. Pauses may overlap: the collector
+    is back, if it was on before the first of them, after the last."""
+
+    def __init__(self) -> None:
+        global _was_enabled
+        with _lock:
+            if not _pauses:
+                _was_enabled = gc.isenabled()
+                gc.disable()
+            _pauses.add(self)
+
+    def end(self) -> None:
+        """Idempotent."""
+        with _lock:
+            if self not in _pauses:
+                return
+            _pauses.remove(self)
+            if not _pauses and _was_enabled:
+                gc.enable()
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Hold the collector off, in all threads.
-
-    It runs when many objects were made, looks at all there are, and finds nothing: making the tens
-    of thousands of small objects that describe a checkpoint took two to four times as long with it.
-    Where two threads overlap in this, the collector is back when either of them leaves.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
+    """A `CollectorPause`, as a block."""
+    pause = CollectorPause()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        pause.end()
+
+
+def _after_fork() -> None:
+    # Those who would end them may be the parent's threads.
+    global _lock
+    _lock = threading.RLock()
+    for pause in list(_pauses):
+        pause.end()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from pyckpt import _C
-from pyckpt.collector import collector_paused
+from pyckpt.collector import CollectorPause, collector_paused
 from pyckpt.dcp import guard
 from pyckpt.dcp.leaves import Leaves, is_plain_type
 from pyckpt.dcp.save_planner import KnownPlan
@@ -390,6 +390,9 @@ class Staging:
         self.save_thread: threading.Thread | None = None
         self.on_release: Callable[[], object] = bool
         """Called when the save is over, however it ended."""
+        self.planning: CollectorPause | None = None
+        """While the save is planned: DCP makes a dozen objects for each tensor, and a coordinator
+        as many again, with which the collector takes longer than they do."""
         self._native = native
         self._released = threading.Event()
 
@@ -445,11 +448,17 @@ class Staging:
         """Give the memory back, whoever still has the tensors. Idempotent."""
         if self.released:
             return
+        self.end_planning()
         self._native.release()
         guard.discard(self)
         self.stager._forget(self)
         self._released.set()
         self.on_release()
+
+    def end_planning(self) -> None:
+        """Idempotent."""
+        if self.planning is not None:
+            self.planning.end()
 
     def forget_parent(self) -> None:
         """In a forked child: nothing comes of these copies here, and nobody is to wait for them."""
@@ -476,10 +485,12 @@ class _AtEnd:
 
 def release_at_thread_end(staging: Staging) -> None:
     """Have the memory given back when the calling thread, which saves it, ends: DCP has a thread
-    for each save, and does not tell a writer that one failed before or after it wrote."""
+    for each save, and does not tell a writer that one failed before or after it wrote. For the same
+    reason it is here that a pause of the collector begins, which ``end_planning`` ends."""
     staging.save_thread = threading.current_thread()
     if threading.current_thread() is not threading.main_thread():
         _ends.save = _AtEnd(staging)
+        staging.planning = staging.planning or CollectorPause()
 
 
 class StagedStateDict(dict[str, Any]):

@@ -267,11 +267,16 @@ class DirectWriter(StorageWriter):
             raise FileExistsError(
                 errno.EEXIST, "a checkpoint is there already, and overwrite=False", str(metadata)
             )
-        if staging is not None and staging.busy is not None:
-            return dataclasses.replace(plan, storage_data=_SKIP)
+        if staging is not None:
+            if not self._is_coordinator:
+                staging.end_planning()
+            if staging.busy is not None:
+                return dataclasses.replace(plan, storage_data=_SKIP)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if self._staging is not None:
+            self._staging.end_planning()
         self._alone = len(plans) == 1
         self._skips = any(plan.storage_data == _SKIP for plan in plans)
         if self._skips:
@@ -284,6 +289,8 @@ class DirectWriter(StorageWriter):
     ) -> TorchFuture[list[WriteResult]]:
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         staging = self._staging
+        if staging is not None:
+            staging.end_planning()  # where it did not come by `prepare_global_plan`
         try:
             if plan.storage_data == _SKIP:
                 _logger.warning("%s: not saved, since earlier saves hold the memory", self.path)
@@ -313,7 +320,8 @@ class DirectWriter(StorageWriter):
         if self._skips:
             return
         try:
-            data, files = self._describe(metadata, results)
+            with collector_paused():
+                data, files = self._describe(metadata, results)
             with _commit_lock, named("commit", len(data)):
                 self._commit(data, files)
         finally:
