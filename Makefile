@@ -56,7 +56,7 @@ types: $(BIN)/.built
 	$(BIN)/mypy
 
 native:
-	$(MAKE) -C tests/native all-variants
+	$(MAKE) -C tests/native all-variants JOBS=$(shell nproc)
 
 mutants:
 	$(PYTHON) tests/native/mutants.py

@@ -434,6 +434,10 @@ def run(name: str, sections: Mapping[str, Callable[[Report, Options], None]], ab
         except WrongBytes as error:
             report.console.print(f"[bold red]WRONG BYTES[/] {error}")
             return 1
+        except Exception:
+            report.note(f"cut off in section {section}")
+            report.finish(chosen.output)
+            raise
         report.finish(chosen.output)
         return 0
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 import pyckpt
-from pyckpt.dcp import guard
+from pyckpt import guard
 
 PAGE = 4096
 SLOT = 4 * PAGE

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.optim import optimizer as optimizer_module
 
-from pyckpt.dcp import guard
+from pyckpt import guard
 from pyckpt.optim import Offloader, buffers
 
 

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import pyckpt
-from pyckpt.dcp import guard
+from pyckpt import guard
 from pyckpt.dcp.stager import Staging
 
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [

@@ -14,9 +14,8 @@ from typing import Any, Literal
 
 import torch
 
-from pyckpt import _C
+from pyckpt import _C, guard
 from pyckpt.collector import CollectorPause, collector_paused
-from pyckpt.dcp import guard
 from pyckpt.dcp.leaves import Leaves, is_plain_type
 from pyckpt.dcp.save_planner import KnownPlan
 from pyckpt.engine import Engine, default_engine

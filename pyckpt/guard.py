@@ -1,4 +1,4 @@
-"""The step guard: no optimizer writes to memory that is still being copied.
+"""The step guard: nobody writes to memory that is still being copied, or gives it away.
 
 `torch.optim` calls global hooks before every step of every optimizer. Ours makes the step wait for
 the copies that need it: on a GPU the stream that steps waits, on a CPU the thread does. All
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["Guarded", "add", "discard"]
+__all__ = ["Guarded", "add", "discard", "hold"]
 
 
 class Guarded(Protocol):
@@ -58,8 +58,13 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def _before_step(optimizer: object, args: object, kwargs: object) -> None:
+def hold() -> None:
+    """Make what the calling thread does next wait for all copies under way."""
     for ref in _guarded:
         copies = ref()
         if copies is not None:
             copies.guard()
+
+
+def _before_step(optimizer: object, args: object, kwargs: object) -> None:
+    hold()
