@@ -31,6 +31,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -314,10 +315,8 @@ def _measure_cost(report: Report, options: Options) -> None:
         return
     each = options.size // LARGE_TENSORS
     path = options.directory / "engine"
-    with (
-        _engine(compiler, options.directory, True, each) as checked,
-        _engine(compiler, options.directory, False, each) as unchecked,
-    ):
+    programs = _compiled(compiler, options.directory)
+    with _engine(programs[0], each) as checked, _engine(programs[1], each) as unchecked:
         report.add(
             "checksum cost",
             interleave(
@@ -345,20 +344,33 @@ def _measure_cost(report: Report, options: Options) -> None:
     )
 
 
-@contextmanager
-def _engine(
-    compiler: str, directory: Path, checksums: bool, tensor_bytes: int
-) -> Iterator[Callable[[Path], Sample]]:
-    """The engine as a program that saves when it is told to; compiled now."""
-    program = directory / f"checksum_cost_{int(checksums)}"
-    # The engine needs neither Python nor CUDA.
-    out = ("bindings", "device_cuda", *(() if checksums else ("crc32",)))
-    sources = [str(p) for p in (ROOT / "csrc").glob("*.cpp") if not p.name.startswith(out)]
+def _compiled(compiler: str, directory: Path) -> tuple[Path, Path]:
+    """The engine as a program that saves when it is told to, with checksums and without."""
     flags = ["-std=c++17", "-O3", "-pthread", f"-I{ROOT / 'csrc'}"]
-    if not checksums:
-        flags.append("-DNO_CHECKSUM")
-    source = str(ROOT / "benchmarks" / "checksum_cost.cpp")
-    subprocess.run([compiler, *flags, source, *sources, "-o", str(program)], check=True)
+    main = ROOT / "benchmarks" / "checksum_cost.cpp"
+    # The engine needs neither Python nor CUDA.
+    engine = [
+        path
+        for path in (ROOT / "csrc").glob("*.cpp")
+        if not path.name.startswith(("bindings", "device_cuda"))
+    ]
+    objects = {path.stem: directory / f"{path.stem}.o" for path in engine}
+    jobs: list[list[str | Path]] = [
+        [*flags, main, "-c", "-o", directory / "with.o"],
+        [*flags, "-DNO_CHECKSUM", main, "-c", "-o", directory / "without.o"],
+    ]
+    jobs += [[*flags, path, "-c", "-o", objects[path.stem]] for path in engine]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(lambda job: subprocess.run([compiler, *job], check=True), jobs))
+    for name, left_out in (("with", ""), ("without", "crc32")):
+        linked = [path for stem, path in objects.items() if stem != left_out]
+        linked += [directory / f"{name}.o", Path("-o"), directory / name]
+        subprocess.run([compiler, "-pthread", *linked], check=True)
+    return directory / "with", directory / "without"
+
+
+@contextmanager
+def _engine(program: Path, tensor_bytes: int) -> Iterator[Callable[[Path], Sample]]:
     process = subprocess.Popen(
         [program, str(LARGE_TENSORS), str(tensor_bytes)],
         stdin=subprocess.PIPE,
