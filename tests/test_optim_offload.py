@@ -9,13 +9,17 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from _staging import check_saved, engine, frozen, slowed, writer_to
 from torch import Tensor, UntypedStorage
 from torch.optim import optimizer as optimizer_module
 
+import pyckpt
 from pyckpt import guard
 from pyckpt.optim import Offloader, buffers
 
@@ -260,6 +264,28 @@ def test_shared_memory_travels_once_and_what_parameters_use_stays(backend: LateB
     flat[0] = -1.0
     assert optimizer.state[params[0]]["a"][0, 0] == -1.0
     assert torch.equal(optimizer.state["shared"]["d"], torch.ones(5))
+
+
+def test_a_save_under_way_gets_what_the_state_was(backend: LateBackend, tmp_path: Path) -> None:
+    """It still copies the state when its call returns; freed memory is soon somebody else's."""
+    params = [torch.nn.Parameter(torch.rand(4000)) for _ in range(20)]
+    optimizer = torch.optim.Adam(params)
+    train(optimizer)
+    with engine(io_threads=1, max_pinned_bytes=256 << 20) as own:
+        stager = pyckpt.PinnedStager(engine=own, optimizers=[optimizer])
+        state = optimizer.state_dict()
+        before = frozen(state)
+        with slowed(own):
+            future = dcp.async_save(
+                state, storage_writer=writer_to(tmp_path, stager=stager, engine=own)
+            )
+            Offloader(optimizer).offload()
+            rubbish = [torch.full((4000,), float("nan")) for _ in range(80)]
+        future.result()
+    assert rubbish
+    check_saved(before, tmp_path)
+    step_hooks()[0].__self__.reload()
+    train(optimizer)
 
 
 def test_no_host_memory_leaves_everything_in_place(backend: LateBackend) -> None:

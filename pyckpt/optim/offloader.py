@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from pyckpt import guard
 from pyckpt.optim import buffers
 from pyckpt.optim.places import members
 from pyckpt.optim.tensors import leaves, plain_parts
@@ -45,9 +46,9 @@ class Offloader:
 
     Both ways are asynchronous, on a stream of their own and through page-locked memory that is
     allocated in the first round, or when the state has grown, and kept. What was queued before
-    `offload` sees the state as it was. After `reload`, the next ``step`` or ``state_dict`` of the
-    optimizer is ordered behind the copies, on the GPU: nothing waits on the CPU. Whoever reads the
-    state directly calls `wait` first.
+    `offload` sees the state as it was, and so does a save that still copies it. After `reload`, the
+    next ``step`` or ``state_dict`` of the optimizer is ordered behind the copies, on the GPU:
+    nothing waits on the CPU. Whoever reads the state directly calls `wait` first.
 
     Each storage travels once, whatever tensors share it; DTensors travel by their local shards.
     State on the host stays where it is, and so does memory that parameters or gradients use too.
@@ -91,6 +92,8 @@ class Offloader:
             return
         self._order()
         away = self._planned()
+        if away:
+            guard.hold()  # or else a save would go on to copy from memory that is freed
         by_backend: dict[int, list[_Away]] = {}
         for entry in away:
             by_backend.setdefault(id(entry.backend), []).append(entry)
