@@ -17,11 +17,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _staging import check_saved, engine, frozen, slowed, writer_to
 from torch import Tensor, UntypedStorage
-from torch.optim import optimizer as optimizer_module
 
 import pyckpt
-from pyckpt import guard
 from pyckpt.optim import Offloader, buffers
+from pyckpt.optim import offloader as offloader_module
 
 
 class LateBackend:
@@ -70,10 +69,9 @@ def _bytes(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def step_hooks() -> list[Any]:
-    """The global hooks but for the step guard's, which stays for good once there was a save."""
-    hooks = optimizer_module._global_optimizer_pre_hooks.values()
-    return [hook for hook in hooks if hook is not guard._before_step]
+def waiting() -> list[Offloader]:
+    """Those that a step would be ordered behind."""
+    return list(offloader_module._guarding.values())
 
 
 @pytest.fixture
@@ -81,7 +79,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateBackend]:
     backend = LateBackend()
     monkeypatch.setattr(buffers, "backend_for", lambda device: backend)
     yield backend
-    assert not step_hooks()  # nothing is left behind
+    assert not waiting()  # nothing is left behind
 
 
 def trained(count: int = 3, **options: Any) -> tuple[list[Tensor], torch.optim.Adam]:
@@ -145,24 +143,7 @@ def test_a_step_waits_for_the_state(backend: LateBackend) -> None:
     assert backend.done < len(backend.queue)
     train(optimizer)
     assert all(torch.equal(a, b) for a, b in zip(params, twin_params, strict=True))
-    assert not step_hooks()
-
-
-def test_a_later_hook_of_another(backend: LateBackend) -> None:
-    """Torch cannot bear that a hook goes which is not the last; ours then goes with the next
-    call."""
-    _, optimizer = trained()
-    offloader = Offloader(optimizer)
-    with offloader:
-        pass
-    calls = []
-    other = optimizer_module.register_optimizer_step_pre_hook(lambda *_: calls.append(1))
-    train(optimizer)
-    train(optimizer)
-    assert calls == [1, 1]
-    offloader.wait()
-    other.remove()
-    assert not step_hooks()
+    assert not waiting()
 
 
 def test_state_dict_waits_for_the_state_and_so_does_the_step(backend: LateBackend) -> None:
@@ -173,7 +154,7 @@ def test_state_dict_waits_for_the_state_and_so_does_the_step(backend: LateBacken
     saved = optimizer.state_dict()["state"]
     found = [t for state in saved.values() for key, t in state.items() if key != "step"]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert step_hooks()  # a step may come on another stream
+    assert waiting()  # a step may come on another stream
     train(optimizer)
 
 
@@ -284,7 +265,7 @@ def test_a_save_under_way_gets_what_the_state_was(backend: LateBackend, tmp_path
         future.result()
     assert rubbish
     check_saved(before, tmp_path)
-    step_hooks()[0].__self__.reload()
+    waiting()[0].reload()
     train(optimizer)
 
 
@@ -320,14 +301,104 @@ def test_the_state_does_not_go_with_the_offloader(backend: LateBackend) -> None:
     _, optimizer = trained()
     Offloader(optimizer).offload()
     gc.collect()
-    (hook,) = step_hooks()
-    offloader = hook.__self__
+    (offloader,) = waiting()
     offloader.reload()
     offloader.wait()
     gone = weakref.ref(offloader)
-    del hook, offloader
+    del offloader
     gc.collect()
     assert gone() is None
+
+
+def test_the_copies_back_are_waited_for_without_the_offloader(backend: LateBackend) -> None:
+    params, optimizer = trained()
+    twin_params, twin = trained()
+    Offloader(optimizer).offload()
+    waiting()[0].reload()
+    gc.collect()
+    train(optimizer)
+    train(twin)
+    assert all(torch.equal(a, b) for a, b in zip(params, twin_params, strict=True))
+
+
+def test_nothing_outlives_an_optimizer_that_never_steps_again(backend: LateBackend) -> None:
+    params, optimizer = trained()
+    with Offloader(optimizer) as offloader:
+        pass
+    host = offloader._buffers[torch.device("cpu")][0]
+    gone = [weakref.ref(some) for some in (offloader, optimizer, params[0], host)]
+    del params, optimizer, offloader, host
+    backend.queue.clear()
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 4
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Uses its state outside of ``step``, as the optimizers of schedulefree 1.4 do."""
+
+    def eval(self) -> None:
+        self.lerp()
+
+    def train(self) -> None:
+        self.lerp()
+
+    @torch.no_grad()
+    def lerp(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.lerp_(self.state[param]["momentum_buffer"], 0.5)
+
+
+def wrapped(base: torch.optim.Optimizer) -> Any:
+    wrapper = pytest.importorskip("schedulefree").ScheduleFreeWrapper(base)
+    wrapper.train()
+    return wrapper
+
+
+SCHEDULE_FREE: dict[str, Callable[[list[Tensor]], Any]] = {
+    "optimizer": lambda params: ScheduleFree(params, lr=0.1, momentum=0.9),
+    "wrapper": lambda params: wrapped(torch.optim.SGD(params, lr=0.1, momentum=0.9)),
+}
+
+
+@pytest.mark.parametrize("use", ["step", "eval"])
+@pytest.mark.parametrize("kind", SCHEDULE_FREE)
+def test_state_that_is_used_outside_of_the_step(backend: LateBackend, kind: str, use: str) -> None:
+    both = []
+    for offloaded in (True, False):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(4, 3)) for _ in range(2)]
+        optimizer = SCHEDULE_FREE[kind](params)
+        for _ in range(2):
+            train(optimizer)
+        if offloaded:
+            weights = [param.detach().clone() for param in params]
+            offloader = Offloader(optimizer)
+            for _ in range(2):
+                with offloader:
+                    for name in ("step", "train", "eval"):
+                        with pytest.raises(RuntimeError, match=rf"{name}.*Call reload\(\) first"):
+                            getattr(optimizer, name)()
+                    assert all(map(torch.equal, params, weights))
+        getattr(optimizer, use)()
+        if use == "eval":
+            optimizer.train()
+        train(optimizer)
+        assert not {"step", "train", "eval"} & vars(optimizer).keys()
+        both.append(params)
+    assert all(map(torch.equal, *both))
+
+
+def test_a_method_that_somebody_else_replaces_too(backend: LateBackend) -> None:
+    _, optimizer = trained()
+    calls: list[str] = []
+    optimizer.eval = lambda: calls.append("eval")  # type: ignore[attr-defined]
+    offloader = Offloader(optimizer)
+    with offloader:
+        ours = optimizer.eval  # type: ignore[attr-defined]
+        optimizer.eval = lambda: (calls.append("outer"), ours())  # type: ignore[attr-defined]
+    offloader.wait()
+    optimizer.eval()  # type: ignore[attr-defined]
+    assert calls == ["outer", "eval"]
 
 
 def test_on_a_machine_without_gpus_the_state_stays() -> None:

@@ -209,6 +209,17 @@ def members(optimizer: Any) -> list[Any]:
     return []
 
 
+def layers(optimizer: Any) -> list[Any]:
+    """The optimizer, those that it wraps, and those that they wrap."""
+    attribute = _by_name(_TRANSPARENT, type(optimizer))
+    several = _by_name(_WRAPPED, type(optimizer))
+    if attribute is not None:
+        inner = [getattr(optimizer, attribute)]
+    else:
+        inner = [] if several is None else several(optimizer)
+    return [optimizer, *(layer for o in inner if o is not None for layer in layers(o))]
+
+
 # --- resolving --------------------------------------------------------------------------------
 
 
