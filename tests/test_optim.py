@@ -128,6 +128,64 @@ def test_learned_once(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -
     assert runs == [3, 3]
 
 
+class Configured(torch.optim.Optimizer):
+    """Decides about its state by attributes of its own."""
+
+    def __init__(self, params: Any, **attributes: Any) -> None:
+        super().__init__(params, {})
+        self.dtype, self.where, self.like = torch.float32, {"moment": [torch.float32]}, zeros_like
+        self.scale, self.record = 0.0, list(range(100))
+        vars(self).update(attributes)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state["a"] = torch.zeros_like(param, dtype=self.dtype)
+            state["b"] = torch.zeros_like(param, dtype=self.where["moment"][0])
+            state["c"] = self.like(param)
+            if self.scale:
+                state["d"] = torch.zeros(())
+
+
+def zeros_like(param: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(param.shape)
+
+
+def test_attributes_decide_too(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    run = learning._run
+    monkeypatch.setattr(learning, "_run", lambda *args: runs.append(len(args[2])) or run(*args))
+    param = torch.zeros(3, device="cuda")
+    different: list[tuple[dict[str, Any], str]] = [
+        ({}, "{'a': cuda:0 float32, 'b': cuda:0 float32, 'c': host float32}"),
+        (
+            {"dtype": torch.bfloat16},
+            "{'a': cuda:0 bfloat16, 'b': cuda:0 float32, 'c': host float32}",
+        ),
+        (
+            {"where": {"moment": [torch.bfloat16]}},
+            "{'a': cuda:0 float32, 'b': cuda:0 bfloat16, 'c': host float32}",
+        ),
+        (
+            {"like": torch.zeros_like},
+            "{'a': cuda:0 float32, 'b': cuda:0 float32, 'c': cuda:0 float32}",
+        ),
+        (
+            {"scale": 0.5},
+            "{'a': cuda:0 float32, 'b': cuda:0 float32, 'c': host float32, 'd': host float32}",
+        ),
+    ]
+    for attributes, expected in different:
+        native = optim.placement(Configured([param], **attributes))[param]
+        said = ", ".join(f"{key!r}: {entry}" for key, entry in native.items())
+        assert f"{{{said}}}" == expected
+    assert len(runs) == len(different)
+    optim.placement(Configured([param], scale=0.25, record=[0]))  # as before, and a record
+    optim.placement(Configured([param], record=[0] * 1000))
+    assert len(runs) == len(different) + 1
+
+
 def test_a_default_device_on_the_gpu_is_not_native(simulation: Simulation) -> None:
     """NAdam then makes its scalars there itself, and pays for them."""
     params = parameters(CUDA, torch.float32)

@@ -90,6 +90,14 @@ def test_that_run_on_the_cpu(
     assert [set(state) for state in places(optimizer)] == [set(s) for s in places(original)]
 
 
+def test_a_dtype_among_the_attributes(simulation: Simulation) -> None:
+    params = parameters(CUDA, torch.float32)
+    cls = package("pytorch_optimizer").FAdam
+    for dtype in (torch.float32, torch.bfloat16):
+        optimizer = cls(params, momentum_dtype=dtype)
+        assert optim.placement(optimizer)[params[0]]["momentum"].dtype == dtype
+
+
 # --- torchao --------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Literal
 
 import torch
@@ -31,6 +32,8 @@ __all__ = ["Learned", "Native", "Spec", "learn", "reads_of"]
 # At most so many results are kept: integer options that count, as some optimizers keep in their
 # groups, make a new one each step.
 _CACHE_ENTRIES = 4096
+_LONGEST_OPTION = 32  # entries
+_NO_OPTIONS = ("state", "param_groups", "step")
 _STEPS = 2  # some state only comes with the second
 
 
@@ -143,22 +146,27 @@ def _signature(optimizer: Any, group: dict[str, Any]) -> Hashable:
         sorted(
             (name, _token(value))
             for name, value in vars(optimizer).items()
-            if isinstance(value, bool | int | str | None) and not name.startswith("_")
+            if name not in _NO_OPTIONS and not name.startswith("_")
         )
     )
     return type(optimizer), options, attributes, torch.get_default_dtype()
 
 
-def _token(value: Any) -> str:
+def _token(value: Any, depth: int = 3) -> str:
     if isinstance(value, Tensor):
         return f"tensor {value.device.type} {value.dtype} {tuple(value.shape)}"
     if isinstance(value, float):
         return f"float {value != 0.0}"
-    if isinstance(value, list | tuple):
-        return f"{type(value).__name__} {[_token(entry) for entry in value]}"
-    if isinstance(value, bool | int | str | None | torch.dtype | torch.device):
+    if isinstance(value, bool | int | str | None | torch.dtype | torch.device | Enum):
         return repr(value)
-    return type(value).__qualname__
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    name = type(value).__qualname__
+    # Long ones are records, of steps or parameters, and no options.
+    if isinstance(value, list | tuple | dict) and len(value) <= _LONGEST_OPTION and depth:
+        entries = value.items() if isinstance(value, dict) else value
+        return f"{name} {[_token(entry, depth - 1) for entry in entries]}"
+    return name
 
 
 # --- the run ----------------------------------------------------------------------------------
@@ -379,7 +387,7 @@ def _clone(
     attributes = {
         name: _harmless(value)
         for name, value in vars(optimizer).items()
-        if name not in ("state", "param_groups", "step") and not name.endswith("_hooks")
+        if name not in _NO_OPTIONS and not name.endswith("_hooks")
     }
     clone.__dict__.update({k: v for k, v in attributes.items() if v is not _WITHHELD})
     for name in vars(optimizer):
