@@ -87,7 +87,20 @@ def test_that_run_on_the_cpu(
         assert torch.equal(ours, theirs)
     optim.move(optimizer, "cpu")
     optim.move(optimizer)
-    assert [set(state) for state in places(optimizer)] == [set(s) for s in places(original)]
+    assert places(optimizer) == places(original)
+
+
+def test_schedule_free_is_known_in_eval_mode(simulation: Simulation) -> None:
+    """In which it does not step, and is saved and moved."""
+    params = parameters(CUDA, torch.float32)
+    optimizer = schedule_free(params)
+    step(optimizer, 0)
+    native = places(optimizer)
+    optimizer.eval()
+    optim.move(optimizer, "cpu")
+    optim.move(optimizer)
+    assert places(optimizer) == native
+    assert not optimizer.param_groups[0]["train_mode"]
 
 
 def test_a_dtype_among_the_attributes(simulation: Simulation) -> None:

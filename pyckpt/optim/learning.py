@@ -266,6 +266,7 @@ def _run(optimizer: Any, group: dict[str, Any], specs: list[Spec]) -> dict[Spec,
 
 def _stepped(clone: Any) -> Any:
     """The clone after as many steps as it can do."""
+    _to_train(clone)
     for _ in range(_STEPS):
         try:
             _bare_step(clone)
@@ -275,12 +276,19 @@ def _stepped(clone: Any) -> Any:
                 break
             try:
                 clone = _constructed(clone)
+                _to_train(clone)
                 _bare_step(clone)
             except Exception:
                 break
         except Exception:
             break
     return clone
+
+
+def _to_train(clone: Any) -> None:
+    """Schedule-free optimizers, and what else has modes, step in this one alone."""
+    with contextlib.suppress(Exception):
+        type(clone).train(clone)
 
 
 def _natives(state: dict[Any, Any]) -> dict[Path, Native]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -172,6 +173,17 @@ _TRANSPARENT: dict[str, str] = {
     "schedulefree.wrap_schedulefree.ScheduleFreeWrapper": "base",
     "schedulefree.wrap_schedulefree_reference.ScheduleFreeWrapperReference": "base",
 }
+# What some of these add to the state that they share, like the parameter and beside it:
+_ADDED: dict[str, tuple[Path, ...]] = {
+    "schedulefree.wrap_schedulefree.ScheduleFreeWrapper": (("z",),),
+    "schedulefree.wrap_schedulefree_reference.ScheduleFreeWrapperReference": (
+        ("x",),
+        ("y",),
+        ("z",),
+    ),
+}
+# By the optimizer to whose state it is added, as seen when it was last reached by its wrapper.
+_added: weakref.WeakKeyDictionary[Any, tuple[Path, ...]] = weakref.WeakKeyDictionary()
 # Others have a state dict of their own:
 _WRAPPED: dict[str, Callable[[Any], list[Any]]] = {
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": (
@@ -191,7 +203,10 @@ def _by_name(table: dict[str, Any], cls: type) -> Any:
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer behind wrappers that add nothing to its state."""
     while (attribute := _by_name(_TRANSPARENT, type(optimizer))) is not None:
+        added = _by_name(_ADDED, type(optimizer))
         optimizer = getattr(optimizer, attribute)
+        if added is not None:
+            _added[optimizer] = added
     return optimizer
 
 
@@ -252,14 +267,13 @@ class Resolver:
 
     def learned(self, index: int, param: Tensor) -> dict[Path, Placement]:
         """What a parameter of that group natively has, without devices, by path."""
-        if self._rule is not None:
-            return {}
         key = (index, self.spec(param))
         if key not in self._tables:
-            natives = self._group(index)[key[1]].natives
-            self._tables[key] = {
-                path: Placement(native.kind, native.dtype) for path, native in natives.items()
-            }
+            natives = {} if self._rule is not None else self._group(index)[key[1]].natives
+            table = {path: Placement(native.kind, native.dtype) for path, native in natives.items()}
+            for path in _added.get(self._optimizer, ()):
+                table[path] = Placement("device", param.dtype)
+            self._tables[key] = table
         return self._tables[key]
 
     def table(self, index: int, param: Tensor) -> dict[Hashable, tuple[Any, torch.dtype | None]]:
@@ -296,11 +310,10 @@ class Resolver:
 
     def wanted(self, index: int, param: Tensor, path: Path, state: Any, value: Any) -> Placement:
         """Where the tensor at ``path`` of ``state``, the parameter's, belongs."""
-        if self._rule is not None:
-            said = self._rule(self._optimizer, self._groups[index], param, path, value)
-            return UNKNOWN if said is None else self.completed(said, param)
         table = self.learned(index, param)
         native = table.get(path) or table.get(any_index(state, path))
+        if native is None and self._rule is not None:
+            native = self._rule(self._optimizer, self._groups[index], param, path, value)
         return UNKNOWN if native is None else self.completed(native, param)
 
     def wanted_in_group(self, index: int, path: Path, value: Any) -> Placement:
