@@ -364,6 +364,31 @@ def test_sparse_adam() -> None:
     assert torch.equal(param, twin)
 
 
+def test_momentum_of_sparse_gradients() -> None:
+    """Which SGD keeps as sparse as they are."""
+    params = [torch.nn.Parameter(torch.ones(5, 2)) for _ in range(2)]
+    optimizer = torch.optim.SGD(params[:1], lr=0.1, momentum=0.9)
+    other = torch.optim.SGD(params[1:], lr=0.1, momentum=0.9)
+    gradient = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 2), (5, 2), check_invariants=True)
+    params[0].grad = gradient.clone()
+    optimizer.step()
+    with torch.no_grad():
+        params[1].copy_(params[0])
+    saved = optimizer.state_dict()
+    optim.load_state_dict(other, saved)
+    buffer = other.state[params[1]]["momentum_buffer"]
+    original = saved["state"][0]["momentum_buffer"]
+    assert buffer.layout is torch.sparse_coo
+    assert buffer._values().data_ptr() != original._values().data_ptr()
+    assert torch.equal(buffer.to_dense(), original.to_dense())
+    for param, stepping in zip(params, (optimizer, other), strict=True):
+        param.grad = gradient.clone()
+        stepping.step()
+    assert torch.equal(*params)
+    optim.move(other, "meta")
+    assert other.state[params[1]]["momentum_buffer"].device.type == "meta"
+
+
 # --- beside DCP's own functions -------------------------------------------------------------------
 
 

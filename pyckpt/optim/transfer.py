@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pyckpt.optim.tensors import is_plain, on_local_shard
 
@@ -140,6 +141,8 @@ def _taken_apart(flat: Tensor, like: list[Tensor], pinned: bool) -> list[Tensor]
 
 
 def _place_alone(local: Tensor, request: Request) -> Tensor:
+    if not is_plain(local) and not is_traceable_wrapper_subclass(local):
+        return local.to(request.device, request.target_dtype, copy=True)  # a sparse layout
     if not is_plain(local):
         # A class that wraps tensors, as quantised state does: its dtype is not that of its memory.
         wrapped: Any = local
