@@ -84,6 +84,23 @@ def test_parameters_in_another_order() -> None:
     assert other.param_groups[0]["param_names"] == ["b", "a"]
 
 
+def test_parameters_of_other_names() -> None:
+    a, b = shapes((3,), (3,))
+    optimizer = torch.optim.Adam([("a", a), ("b", b)])
+    step(optimizer, 0)
+    saved = optimizer.state_dict()
+    c, d = shapes((3,), (3,))
+    other = torch.optim.Adam([("b", c), ("head", d)])  # as many, of the same shapes
+    with pytest.raises(ValueError, match="'head' not in the checkpoint; 'a' not in the optimizer"):
+        optim.load_state_dict(other, saved)
+    assert other.state == {}
+    prefixed = torch.optim.Adam([("module.a", c), ("module.b", d)])
+    optim.load_state_dict(prefixed, saved)
+    for ours, theirs in ((c, a), (d, b)):
+        assert torch.equal(prefixed.state[ours]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+    assert prefixed.param_groups[0]["param_names"] == ["module.a", "module.b"]
+
+
 def test_state_of_no_parameter() -> None:
     optimizer = trained()
     saved = optimizer.state_dict()
