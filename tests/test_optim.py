@@ -303,6 +303,17 @@ def test_one_copy_for_scalars_of_any_kind_and_number(simulation: Simulation) -> 
     assert optim.repair(optimizer) == []
 
 
+def test_state_of_a_parameter_that_has_gone(simulation: Simulation) -> None:
+    params = parameters(CUDA, torch.float32)
+    optimizer = torch.optim.Adam(params)
+    step(optimizer, 0)
+    del optimizer.param_groups[0]["params"][1]
+    on_gpu(optimizer)
+    found = [(entry.name, entry.key) for entry in optim.repair(optimizer)]
+    assert found == [("parameter 0 of group 0", "step"), ("the optimizer", "step")]
+    assert optimizer.state[params[1]]["step"].device.type == "cpu"
+
+
 def test_each_scalar_owns_its_memory(simulation: Simulation) -> None:
     params = [torch.zeros(2, device="cuda") for _ in range(3)]
     optimizer = torch.optim.Adam(params)
@@ -460,8 +471,10 @@ def test_tensors_in_the_groups_and_in_int_keyed_state(simulation: Simulation) ->
     optimizer = torch.optim.Adam(params, lr=torch.tensor(0.1), betas=betas, capturable=True)
     step(optimizer, 0)
     optimizer.state[0] = {"exp_avg": torch.zeros(3, device="cuda"), "other": torch.zeros(3)}
+    optimizer.state["alone"] = torch.zeros(3, device="cuda")
     optim.move(optimizer, "cpu")
     group = optimizer.param_groups[0]
+    assert optimizer.state["alone"].device.type == "cpu"
     assert [beta.device.type for beta in group["betas"]] == ["cpu", "cpu"]
     assert optimizer.state[0]["exp_avg"].device.type == "cpu"
     optim.move(optimizer)

@@ -64,9 +64,11 @@ class Native:
 
 @dataclass(frozen=True)
 class Learned:
-    """What was created for one parameter, by path (see `any_index`)."""
+    """What was created for one parameter, by path (see `any_index`); and for none, by a path from
+    the optimizer's ``state``."""
 
     natives: dict[Path, Native] = field(default_factory=dict)
+    shared: dict[Path, Native] = field(default_factory=dict)
 
 
 _lock = threading.Lock()
@@ -99,17 +101,24 @@ def learn(optimizer: Any, group: dict[str, Any], specs: Iterable[Spec]) -> dict[
 
 
 def reads_of(
-    optimizer: Any, group: dict[str, Any], spec: Spec, path: Path, device_type: str
+    optimizer: Any,
+    group: dict[str, Any],
+    spec: Spec,
+    path: Path,
+    device_type: str,
+    *,
+    shared: bool = False,
 ) -> int | None:
     """How often a step reads the tensor at ``path`` back to the host while it is on such a device;
-    None where that step does not run."""
+    None where that step does not run. ``shared``: the path is one from the optimizer's ``state``.
+    """
     if device_type == "cpu":
         return 0
-    key = (_signature(optimizer, group), spec, path, device_type)
+    key = (_signature(optimizer, group), spec, path, device_type, shared)
     with _lock:
         if key in _reads:
             return _reads[key]
-    reads = _count_reads(optimizer, group, spec, path, device_type)
+    reads = _count_reads(optimizer, group, spec, path, device_type, shared)
     _remember(_reads, key, reads)
     return reads
 
@@ -257,10 +266,15 @@ def _run(optimizer: Any, group: dict[str, Any], specs: list[Spec]) -> dict[Spec,
         except Exception:
             return learned
         clone = _stepped(clone)
+        shared = {key: state for key, state in clone.state.items() if not isinstance(key, Tensor)}
+        natives = {
+            path: native
+            for path, native in _natives(shared).items()
+            if not any(isinstance(key, Tensor) for key in path)
+        }
         for spec, param in zip(specs, params, strict=True):
             state = clone.state.get(param, {})
-            if isinstance(state, dict):
-                learned[spec] = Learned(_natives(state))
+            learned[spec] = Learned(_natives(state) if isinstance(state, dict) else {}, natives)
     return learned
 
 
@@ -315,7 +329,12 @@ def _natives(state: dict[Any, Any]) -> dict[Path, Native]:
 
 
 def _count_reads(
-    optimizer: Any, group: dict[str, Any], spec: Spec, path: Path, device_type: str
+    optimizer: Any,
+    group: dict[str, Any],
+    spec: Spec,
+    path: Path,
+    device_type: str,
+    shared: bool,
 ) -> int | None:
     with _isolated() as pretend:
         try:
@@ -324,7 +343,7 @@ def _count_reads(
             pretend.reads = 0
             _bare_step(clone)
             usual, pretend.reads = pretend.reads, 0
-            state = clone.state[params[0]]
+            state = clone.state if shared else clone.state[params[0]]
             tensor = functools.reduce(lambda entry, key: entry[key], path, state)
             elsewhere = torch.empty(tensor.shape, dtype=tensor.dtype, device=device_type)
             replace(state, path, elsewhere)

@@ -380,6 +380,12 @@ def _restore(optimizer: Any, saved: dict[tuple[int, Path], Tensor], theirs: set[
                 else:
                     continue
                 owners.append((state, path))
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for key, state in optimizer.state.items():
+        for path, tensor in leaves(state, (key,)) if id(key) not in params else ():
+            if id(tensor) in theirs:
+                requests.append(Request(tensor, tensor.device))
+                owners.append((optimizer.state, path))
     for (state, path), tensor in zip(owners, place(requests), strict=True):
         replace(state, path, tensor)
 

@@ -316,6 +316,20 @@ class Resolver:
             native = self._rule(self._optimizer, self._groups[index], param, path, value)
         return UNKNOWN if native is None else self.completed(native, param)
 
+    def wanted_shared(
+        self, index: int, param: Tensor, path: Path, state: Any, value: Any
+    ) -> Placement:
+        """Where a tensor of ``state``, the optimizer's, belongs that is no parameter's: where it
+        was learned, or as if it were of this parameter."""
+        if self._rule is None:
+            shared = self._group(index)[self.spec(param)].shared
+            native = shared.get(path) or shared.get(any_index(state, path))
+            if native is not None:
+                return self.completed(Placement(native.kind, native.dtype), param)
+        if len(path) > 1:
+            path, state = path[1:], state[path[0]]
+        return self.wanted(index, param, path, state, value)
+
     def wanted_in_group(self, index: int, path: Path, value: Any) -> Placement:
         """Where a tensor of the group itself belongs; only rules know."""
         group = self._groups[index]
