@@ -436,10 +436,35 @@ def test_learning_does_not_reach_what_is_live(simulation: Simulation) -> None:
     assert inner.state == {}
 
 
-def test_something_else_than_an_optimizer() -> None:
-    assert optim.placement(object()) == {}
-    assert optim.check(object()) == []
-    optim.move(object(), "cpu")
+@pytest.mark.parametrize(
+    "function", [optim.placement, optim.check, optim.repair, optim.move, optim.Offloader]
+)
+def test_something_else_than_an_optimizer(function: Any) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.raises(TypeError, match=r"builtins\.list is no optimizer"):
+        function([optimizer])
+    with pytest.raises(TypeError, match=r"Wrapping is no optimizer"):
+        function(Wrapping(optimizer))
+
+
+class Wrapping:
+    """Has an optimizer, and nobody knows."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+def test_loading_something_else_than_an_optimizer() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    saved = optimizer.state_dict()
+    with pytest.raises(TypeError, match=r"builtins\.list is no optimizer"):
+        optim.load_state_dict([optimizer], saved)
+    optimizer.param_groups[0]["lr"] = 0.1
+    optim.load_state_dict(Wrapping(optimizer), saved)
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 # --- move ---------------------------------------------------------------------------------------

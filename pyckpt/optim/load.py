@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pyckpt.optim.mover import dtype_fits, misplaced, name_of, relocate
-from pyckpt.optim.places import Placement, Resolver, found, members, unwrapped
+from pyckpt.optim.places import Placement, Resolver, found, known_members, members, unwrapped
 from pyckpt.optim.tensors import Path, any_index, is_dtensor, leaves, mapped, replace
 from pyckpt.optim.transfer import Request, place
 
@@ -47,7 +47,8 @@ def load_state_dict(
     dtypes are put right after.
 
     Args:
-        optimizer: the optimizer to load, or a wrapper.
+        optimizer: the optimizer to load, or a wrapper; also one that pyckpt does not know, which
+            then loads as it does, and no more.
         state_dict: what was saved.
         flags: whose ``fused``, ``foreach``, ``capturable`` and ``differentiable`` hold: "live",
             those of ``optimizer``, or "saved".
@@ -55,11 +56,13 @@ def load_state_dict(
     Raises:
         ValueError: groups, parameters or shapes do not fit, only some of a group's names are the
             checkpoint's, or ``flags`` is neither. Nothing was loaded.
-        TypeError: this is no optimizer, and no wrapper that pyckpt knows.
+        TypeError: ``optimizer`` is neither.
     """
     if flags not in ("live", "saved"):
         raise ValueError(f"{flags = } must be 'live' or 'saved'.")
     optimizer = unwrapped(optimizer)
+    if not hasattr(optimizer, "load_state_dict"):
+        members(optimizer)  # says what is wrong
     if _loads_itself(optimizer):
         _delegate(optimizer, state_dict, flags)
     else:
@@ -305,7 +308,7 @@ def _request(wanted: Placement, param: Tensor, tensor: Tensor) -> Request:
 
 
 def _delegate(optimizer: Any, state_dict: dict[str, Any], flags: str) -> None:
-    holders = members(optimizer)
+    holders = known_members(optimizer)
     groups = [getattr(o, "param_groups", []) for o in [optimizer, *holders]]
     before = [[{f: g[f] for f in _FLAGS if f in g} for g in some] for some in groups]
     _check_offloaded(optimizer, state_dict)
@@ -321,7 +324,7 @@ def _delegate(optimizer: Any, state_dict: dict[str, Any], flags: str) -> None:
                 group.update(kept)
     saved = _saved_tensors(optimizer, state_dict)
     theirs = {id(tensor) for _, tensor in leaves(state_dict)}
-    for member in members(optimizer):
+    for member in known_members(optimizer):
         _restore(member, saved, theirs)
         relocate(misplaced(member, exact=True), exact=True)
 

@@ -63,6 +63,9 @@ def check(optimizer: Any) -> list[Misplaced]:
     Returns:
         One entry a tensor, in the order of the parameters; empty where all is well. Its ``syncs``
         are measured by stepping a throw-away clone on fake tensors.
+
+    Raises:
+        TypeError: it is neither.
     """
     return [
         _described(entry, syncs=_syncs(entry))
@@ -81,6 +84,9 @@ def repair(optimizer: Any) -> list[Misplaced]:
 
     Returns:
         What was put right. ``syncs`` is None: that is not measured here.
+
+    Raises:
+        TypeError: as for `check`.
     """
     entries = [entry for member in members(optimizer) for entry in misplaced(member)]
     relocate(entries)
@@ -98,6 +104,9 @@ def move(optimizer: Any, device: torch.device | str | None = None) -> None:
     Dtypes are kept, and so is shared memory. DTensors move by their local shards. Where nothing
     is known about a tensor, one on the host stays and one on a device moves. Tensors in the
     groups (``lr``, betas) move only if they are on a device.
+
+    Raises:
+        TypeError: as for `check`.
     """
     target = None if device is None else _indexed(torch.device(device))
     entries: list[Entry] = []

@@ -61,9 +61,13 @@ class Offloader:
 
     Args:
         optimizer: the optimizer, or a wrapper that pyckpt knows.
+
+    Raises:
+        TypeError: it is neither.
     """
 
     def __init__(self, optimizer: Any) -> None:
+        members(optimizer)
         self._optimizer = optimizer
         self._backends: dict[torch.device, buffers.Backend | None] = {}
         self._buffers: dict[torch.device, list[Tensor]] = {}

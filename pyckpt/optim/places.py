@@ -95,6 +95,9 @@ def placement(optimizer: Any) -> Placements:
 
     Returns:
         A mapping: parameter -> key -> `Placement`. Keys in nested containers are tuples.
+
+    Raises:
+        TypeError: it is neither.
     """
     state: dict[Tensor, dict[Hashable, Placement]] = {}
     groups: list[Mapping[Hashable, Placement]] = []
@@ -213,12 +216,25 @@ def unwrapped(optimizer: Any) -> Any:
 def members(optimizer: Any) -> list[Any]:
     """The optimizers that hold the state: the one itself, or those it wraps.
 
-    One that has no ``state`` or no groups, and that is not known, has none: it is left alone.
+    Raises:
+        TypeError: it is no optimizer, and no wrapper that is known.
     """
+    found = known_members(optimizer)
+    if not found:
+        cls = type(optimizer)
+        raise TypeError(
+            f"{cls.__module__}.{cls.__qualname__} is no optimizer, with state and param_groups, "
+            f"and no wrapper of some that pyckpt knows."
+        )
+    return found
+
+
+def known_members(optimizer: Any) -> list[Any]:
+    """As `members`; none where it is neither."""
     optimizer = unwrapped(optimizer)
     inner = _by_name(_WRAPPED, type(optimizer))
     if inner is not None:
-        return [m for o in inner(optimizer) if o is not None for m in members(o)]
+        return [m for o in inner(optimizer) if o is not None for m in known_members(o)]
     if hasattr(optimizer, "state") and hasattr(optimizer, "param_groups"):
         return [optimizer]
     return []
