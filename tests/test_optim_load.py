@@ -143,6 +143,22 @@ def test_the_callers_dict_is_neither_changed_nor_shared() -> None:
     torch.testing.assert_close(saved, before, rtol=0, atol=0)
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pinned_memory_is_the_callers_again() -> None:
+    param = torch.nn.Parameter(torch.zeros(1 << 20, device="cuda"))
+    optimizer = torch.optim.Adam([param])
+    step(optimizer, 0)
+    saved = optimizer.state_dict()
+    pinned = saved["state"][0]["exp_avg"].cpu().pin_memory()
+    expected = pinned.clone()
+    saved["state"][0]["exp_avg"] = pinned
+    torch.cuda._sleep(1 << 28)  # holds up what is queued
+    optim.load_state_dict(optimizer, saved)
+    pinned.fill_(7)
+    assert torch.equal(optimizer.state[param]["exp_avg"].cpu(), expected)
+
+
 def test_hooks_run() -> None:
     optimizer = trained()
     saved = optimizer.state_dict()
