@@ -6,6 +6,7 @@ waits for them, and until then the memory that they are to fill holds rubbish.
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -58,8 +59,8 @@ class LateBackend:
         return len(self.queue)
 
     def order_after(self, fence: int) -> None:
-        for copy in self.queue[self.done : fence]:
-            copy()
+        for late in self.queue[self.done : fence]:
+            late()
         self.done = max(self.done, fence)
 
     wait = order_after
@@ -386,6 +387,19 @@ def test_state_that_is_used_outside_of_the_step(backend: LateBackend, kind: str,
         assert not {"step", "train", "eval"} & vars(optimizer).keys()
         both.append(params)
     assert all(map(torch.equal, *both))
+
+
+def test_a_copy_of_what_is_guarded_is_not(backend: LateBackend) -> None:
+    params = [torch.nn.Parameter(torch.randn(4, 3))]
+    wrapper = SCHEDULE_FREE["wrapper"](params)
+    train(wrapper)
+    with Offloader(wrapper) as offloader:
+        pass
+    copied = copy.deepcopy(wrapper)
+    assert [copied.step.__self__, copied.eval.__self__] == [copied, copied]
+    train(copied)
+    assert waiting() == [offloader]
+    train(wrapper)
 
 
 def test_a_method_that_somebody_else_replaces_too(backend: LateBackend) -> None:

@@ -286,7 +286,7 @@ def _stepped(clone: Any) -> Any:
             _bare_step(clone)
         except KeyError:
             # Some build their state when they are constructed, and step expects it there.
-            if any(clone.state.values()):
+            if any(not isinstance(state, dict) or state for state in clone.state.values()):
                 break
             try:
                 clone = _constructed(clone)

@@ -289,31 +289,30 @@ class Offloader:
 
 
 class _Instead:
-    """Calls ``before`` with a method's name before the method of this one object, until removed."""
+    """Stands for a method of one object, until removed: calls ``before`` with its name first."""
 
     def __init__(self, holder: Any, name: str, before: Callable[[str], None]) -> None:
-        original = getattr(holder, name)
-        self._holder, self._name = holder, name
+        self._holder, self._name, self._before = holder, name, before
         self._own = vars(holder).get(name)
-        self._method = functools.partial(_call_after, before, name, original)
-        functools.update_wrapper(self._method, original)  # schedulers mark the steps they know
-        setattr(holder, name, self._method)
+        self._method = getattr(holder, name)
+        functools.update_wrapper(self, self._method)  # schedulers mark the steps they know
+        setattr(holder, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._before(self._name)
+        return self._method(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._holder, self._name)  # a copy of the object has its own method
 
     def remove(self) -> None:
         attributes = vars(self._holder)
-        if attributes.get(self._name) is not self._method:
+        if attributes.get(self._name) is not self:
             return  # somebody else's stands for it now, and calls it
         if self._own is None:
             del attributes[self._name]
         else:
             attributes[self._name] = self._own
-
-
-def _call_after(
-    before: Callable[[str], None], name: str, method: Any, *args: Any, **kwargs: Any
-) -> Any:
-    before(name)
-    return method(*args, **kwargs)
 
 
 # Those behind whose copies a step has not been ordered. Only their optimizers own them.
