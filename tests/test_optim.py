@@ -128,6 +128,64 @@ def test_learned_once(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -
     assert runs == [3, 3]
 
 
+class Configured(torch.optim.Optimizer):
+    """Decides about its state by attributes of its own."""
+
+    def __init__(self, params: Any, **attributes: Any) -> None:
+        super().__init__(params, {})
+        self.dtype, self.where, self.like = torch.float32, {"moment": [torch.float32]}, zeros_like
+        self.scale, self.record = 0.0, list(range(100))
+        vars(self).update(attributes)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state["a"] = torch.zeros_like(param, dtype=self.dtype)
+            state["b"] = torch.zeros_like(param, dtype=self.where["moment"][0])
+            state["c"] = self.like(param)
+            if self.scale:
+                state["d"] = torch.zeros(())
+
+
+def zeros_like(param: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(param.shape)
+
+
+def test_attributes_decide_too(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    run = learning._run
+    monkeypatch.setattr(learning, "_run", lambda *args: runs.append(len(args[2])) or run(*args))
+    param = torch.zeros(3, device="cuda")
+    different: list[tuple[dict[str, Any], str]] = [
+        ({}, "{'a': cuda:0 float32, 'b': cuda:0 float32, 'c': host float32}"),
+        (
+            {"dtype": torch.bfloat16},
+            "{'a': cuda:0 bfloat16, 'b': cuda:0 float32, 'c': host float32}",
+        ),
+        (
+            {"where": {"moment": [torch.bfloat16]}},
+            "{'a': cuda:0 float32, 'b': cuda:0 bfloat16, 'c': host float32}",
+        ),
+        (
+            {"like": torch.zeros_like},
+            "{'a': cuda:0 float32, 'b': cuda:0 float32, 'c': cuda:0 float32}",
+        ),
+        (
+            {"scale": 0.5},
+            "{'a': cuda:0 float32, 'b': cuda:0 float32, 'c': host float32, 'd': host float32}",
+        ),
+    ]
+    for attributes, expected in different:
+        native = optim.placement(Configured([param], **attributes))[param]
+        said = ", ".join(f"{key!r}: {entry}" for key, entry in native.items())
+        assert f"{{{said}}}" == expected
+    assert len(runs) == len(different)
+    optim.placement(Configured([param], scale=0.25, record=[0]))  # as before, and a record
+    optim.placement(Configured([param], record=[0] * 1000))
+    assert len(runs) == len(different) + 1
+
+
 def test_a_default_device_on_the_gpu_is_not_native(simulation: Simulation) -> None:
     """NAdam then makes its scalars there itself, and pays for them."""
     params = parameters(CUDA, torch.float32)
@@ -243,6 +301,17 @@ def test_one_copy_for_scalars_of_any_kind_and_number(simulation: Simulation) -> 
     assert simulation.counts == {"h2d": 1}
     assert places(optimizer) == native
     assert optim.repair(optimizer) == []
+
+
+def test_state_of_a_parameter_that_has_gone(simulation: Simulation) -> None:
+    params = parameters(CUDA, torch.float32)
+    optimizer = torch.optim.Adam(params)
+    step(optimizer, 0)
+    del optimizer.param_groups[0]["params"][1]
+    on_gpu(optimizer)
+    found = [(entry.name, entry.key) for entry in optim.repair(optimizer)]
+    assert found == [("parameter 0 of group 0", "step"), ("the optimizer", "step")]
+    assert optimizer.state[params[1]]["step"].device.type == "cpu"
 
 
 def test_each_scalar_owns_its_memory(simulation: Simulation) -> None:
@@ -367,10 +436,35 @@ def test_learning_does_not_reach_what_is_live(simulation: Simulation) -> None:
     assert inner.state == {}
 
 
-def test_something_else_than_an_optimizer() -> None:
-    assert optim.placement(object()) == {}
-    assert optim.check(object()) == []
-    optim.move(object(), "cpu")
+@pytest.mark.parametrize(
+    "function", [optim.placement, optim.check, optim.repair, optim.move, optim.Offloader]
+)
+def test_something_else_than_an_optimizer(function: Any) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.raises(TypeError, match=r"builtins\.list is no optimizer"):
+        function([optimizer])
+    with pytest.raises(TypeError, match=r"Wrapping is no optimizer"):
+        function(Wrapping(optimizer))
+
+
+class Wrapping:
+    """Has an optimizer, and nobody knows."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+def test_loading_something_else_than_an_optimizer() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    saved = optimizer.state_dict()
+    with pytest.raises(TypeError, match=r"builtins\.list is no optimizer"):
+        optim.load_state_dict([optimizer], saved)
+    optimizer.param_groups[0]["lr"] = 0.1
+    optim.load_state_dict(Wrapping(optimizer), saved)
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 # --- move ---------------------------------------------------------------------------------------
@@ -402,8 +496,10 @@ def test_tensors_in_the_groups_and_in_int_keyed_state(simulation: Simulation) ->
     optimizer = torch.optim.Adam(params, lr=torch.tensor(0.1), betas=betas, capturable=True)
     step(optimizer, 0)
     optimizer.state[0] = {"exp_avg": torch.zeros(3, device="cuda"), "other": torch.zeros(3)}
+    optimizer.state["alone"] = torch.zeros(3, device="cuda")
     optim.move(optimizer, "cpu")
     group = optimizer.param_groups[0]
+    assert optimizer.state["alone"].device.type == "cpu"
     assert [beta.device.type for beta in group["betas"]] == ["cpu", "cpu"]
     assert optimizer.state[0]["exp_avg"].device.type == "cpu"
     optim.move(optimizer)

@@ -84,6 +84,23 @@ def test_parameters_in_another_order() -> None:
     assert other.param_groups[0]["param_names"] == ["b", "a"]
 
 
+def test_parameters_of_other_names() -> None:
+    a, b = shapes((3,), (3,))
+    optimizer = torch.optim.Adam([("a", a), ("b", b)])
+    step(optimizer, 0)
+    saved = optimizer.state_dict()
+    c, d = shapes((3,), (3,))
+    other = torch.optim.Adam([("b", c), ("head", d)])  # as many, of the same shapes
+    with pytest.raises(ValueError, match="'head' not in the checkpoint; 'a' not in the optimizer"):
+        optim.load_state_dict(other, saved)
+    assert other.state == {}
+    prefixed = torch.optim.Adam([("module.a", c), ("module.b", d)])
+    optim.load_state_dict(prefixed, saved)
+    for ours, theirs in ((c, a), (d, b)):
+        assert torch.equal(prefixed.state[ours]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+    assert prefixed.param_groups[0]["param_names"] == ["module.a", "module.b"]
+
+
 def test_state_of_no_parameter() -> None:
     optimizer = trained()
     saved = optimizer.state_dict()
@@ -124,6 +141,22 @@ def test_the_callers_dict_is_neither_changed_nor_shared() -> None:
     other.param_groups[0]["lr"].fill_(7)
     other.param_groups[0]["extra"]["list"].append(3)
     torch.testing.assert_close(saved, before, rtol=0, atol=0)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pinned_memory_is_the_callers_again() -> None:
+    param = torch.nn.Parameter(torch.zeros(1 << 20, device="cuda"))
+    optimizer = torch.optim.Adam([param])
+    step(optimizer, 0)
+    saved = optimizer.state_dict()
+    pinned = saved["state"][0]["exp_avg"].cpu().pin_memory()
+    expected = pinned.clone()
+    saved["state"][0]["exp_avg"] = pinned
+    torch.cuda._sleep(1 << 28)  # holds up what is queued
+    optim.load_state_dict(optimizer, saved)
+    pinned.fill_(7)
+    assert torch.equal(optimizer.state[param]["exp_avg"].cpu(), expected)
 
 
 def test_hooks_run() -> None:
@@ -362,6 +395,31 @@ def test_sparse_adam() -> None:
     optimizer.step()
     other.step()
     assert torch.equal(param, twin)
+
+
+def test_momentum_of_sparse_gradients() -> None:
+    """Which SGD keeps as sparse as they are."""
+    params = [torch.nn.Parameter(torch.ones(5, 2)) for _ in range(2)]
+    optimizer = torch.optim.SGD(params[:1], lr=0.1, momentum=0.9)
+    other = torch.optim.SGD(params[1:], lr=0.1, momentum=0.9)
+    gradient = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 2), (5, 2), check_invariants=True)
+    params[0].grad = gradient.clone()
+    optimizer.step()
+    with torch.no_grad():
+        params[1].copy_(params[0])
+    saved = optimizer.state_dict()
+    optim.load_state_dict(other, saved)
+    buffer = other.state[params[1]]["momentum_buffer"]
+    original = saved["state"][0]["momentum_buffer"]
+    assert buffer.layout is torch.sparse_coo
+    assert buffer._values().data_ptr() != original._values().data_ptr()
+    assert torch.equal(buffer.to_dense(), original.to_dense())
+    for param, stepping in zip(params, (optimizer, other), strict=True):
+        param.grad = gradient.clone()
+        stepping.step()
+    assert torch.equal(*params)
+    optim.move(other, "meta")
+    assert other.state[params[1]]["momentum_buffer"].device.type == "meta"
 
 
 # --- beside DCP's own functions -------------------------------------------------------------------

@@ -6,18 +6,22 @@ waits for them, and until then the memory that they are to fill holds rubbish.
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from _staging import check_saved, engine, frozen, slowed, writer_to
 from torch import Tensor, UntypedStorage
-from torch.optim import optimizer as optimizer_module
 
-from pyckpt import guard
+import pyckpt
 from pyckpt.optim import Offloader, buffers
+from pyckpt.optim import offloader as offloader_module
 
 
 class LateBackend:
@@ -55,8 +59,8 @@ class LateBackend:
         return len(self.queue)
 
     def order_after(self, fence: int) -> None:
-        for copy in self.queue[self.done : fence]:
-            copy()
+        for late in self.queue[self.done : fence]:
+            late()
         self.done = max(self.done, fence)
 
     wait = order_after
@@ -66,10 +70,9 @@ def _bytes(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def step_hooks() -> list[Any]:
-    """The global hooks but for the step guard's, which stays for good once there was a save."""
-    hooks = optimizer_module._global_optimizer_pre_hooks.values()
-    return [hook for hook in hooks if hook is not guard._before_step]
+def waiting() -> list[Offloader]:
+    """Those that a step would be ordered behind."""
+    return list(offloader_module._guarding.values())
 
 
 @pytest.fixture
@@ -77,7 +80,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateBackend]:
     backend = LateBackend()
     monkeypatch.setattr(buffers, "backend_for", lambda device: backend)
     yield backend
-    assert not step_hooks()  # nothing is left behind
+    assert not waiting()  # nothing is left behind
 
 
 def trained(count: int = 3, **options: Any) -> tuple[list[Tensor], torch.optim.Adam]:
@@ -141,24 +144,7 @@ def test_a_step_waits_for_the_state(backend: LateBackend) -> None:
     assert backend.done < len(backend.queue)
     train(optimizer)
     assert all(torch.equal(a, b) for a, b in zip(params, twin_params, strict=True))
-    assert not step_hooks()
-
-
-def test_a_later_hook_of_another(backend: LateBackend) -> None:
-    """Torch cannot bear that a hook goes which is not the last; ours then goes with the next
-    call."""
-    _, optimizer = trained()
-    offloader = Offloader(optimizer)
-    with offloader:
-        pass
-    calls = []
-    other = optimizer_module.register_optimizer_step_pre_hook(lambda *_: calls.append(1))
-    train(optimizer)
-    train(optimizer)
-    assert calls == [1, 1]
-    offloader.wait()
-    other.remove()
-    assert not step_hooks()
+    assert not waiting()
 
 
 def test_state_dict_waits_for_the_state_and_so_does_the_step(backend: LateBackend) -> None:
@@ -169,7 +155,7 @@ def test_state_dict_waits_for_the_state_and_so_does_the_step(backend: LateBacken
     saved = optimizer.state_dict()["state"]
     found = [t for state in saved.values() for key, t in state.items() if key != "step"]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert step_hooks()  # a step may come on another stream
+    assert waiting()  # a step may come on another stream
     train(optimizer)
 
 
@@ -262,6 +248,28 @@ def test_shared_memory_travels_once_and_what_parameters_use_stays(backend: LateB
     assert torch.equal(optimizer.state["shared"]["d"], torch.ones(5))
 
 
+def test_a_save_under_way_gets_what_the_state_was(backend: LateBackend, tmp_path: Path) -> None:
+    """It still copies the state when its call returns; freed memory is soon somebody else's."""
+    params = [torch.nn.Parameter(torch.rand(4000)) for _ in range(20)]
+    optimizer = torch.optim.Adam(params)
+    train(optimizer)
+    with engine(io_threads=1, max_pinned_bytes=256 << 20) as own:
+        stager = pyckpt.PinnedStager(engine=own, optimizers=[optimizer])
+        state = optimizer.state_dict()
+        before = frozen(state)
+        with slowed(own):
+            future = dcp.async_save(
+                state, storage_writer=writer_to(tmp_path, stager=stager, engine=own)
+            )
+            Offloader(optimizer).offload()
+            rubbish = [torch.full((4000,), float("nan")) for _ in range(80)]
+        future.result()
+    assert rubbish
+    check_saved(before, tmp_path)
+    waiting()[0].reload()
+    train(optimizer)
+
+
 def test_no_host_memory_leaves_everything_in_place(backend: LateBackend) -> None:
     _, optimizer = trained()
     before = nbytes(moments(optimizer))
@@ -294,14 +302,117 @@ def test_the_state_does_not_go_with_the_offloader(backend: LateBackend) -> None:
     _, optimizer = trained()
     Offloader(optimizer).offload()
     gc.collect()
-    (hook,) = step_hooks()
-    offloader = hook.__self__
+    (offloader,) = waiting()
     offloader.reload()
     offloader.wait()
     gone = weakref.ref(offloader)
-    del hook, offloader
+    del offloader
     gc.collect()
     assert gone() is None
+
+
+def test_the_copies_back_are_waited_for_without_the_offloader(backend: LateBackend) -> None:
+    params, optimizer = trained()
+    twin_params, twin = trained()
+    Offloader(optimizer).offload()
+    waiting()[0].reload()
+    gc.collect()
+    train(optimizer)
+    train(twin)
+    assert all(torch.equal(a, b) for a, b in zip(params, twin_params, strict=True))
+
+
+def test_nothing_outlives_an_optimizer_that_never_steps_again(backend: LateBackend) -> None:
+    params, optimizer = trained()
+    with Offloader(optimizer) as offloader:
+        pass
+    host = offloader._buffers[torch.device("cpu")][0]
+    gone = [weakref.ref(some) for some in (offloader, optimizer, params[0], host)]
+    del params, optimizer, offloader, host
+    backend.queue.clear()
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 4
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Uses its state outside of ``step``, as the optimizers of schedulefree 1.4 do."""
+
+    def eval(self) -> None:
+        self.lerp()
+
+    def train(self) -> None:
+        self.lerp()
+
+    @torch.no_grad()
+    def lerp(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.lerp_(self.state[param]["momentum_buffer"], 0.5)
+
+
+def wrapped(base: torch.optim.Optimizer) -> Any:
+    wrapper = pytest.importorskip("schedulefree").ScheduleFreeWrapper(base)
+    wrapper.train()
+    return wrapper
+
+
+SCHEDULE_FREE: dict[str, Callable[[list[Tensor]], Any]] = {
+    "optimizer": lambda params: ScheduleFree(params, lr=0.1, momentum=0.9),
+    "wrapper": lambda params: wrapped(torch.optim.SGD(params, lr=0.1, momentum=0.9)),
+}
+
+
+@pytest.mark.parametrize("use", ["step", "eval"])
+@pytest.mark.parametrize("kind", SCHEDULE_FREE)
+def test_state_that_is_used_outside_of_the_step(backend: LateBackend, kind: str, use: str) -> None:
+    both = []
+    for offloaded in (True, False):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(4, 3)) for _ in range(2)]
+        optimizer = SCHEDULE_FREE[kind](params)
+        for _ in range(2):
+            train(optimizer)
+        if offloaded:
+            weights = [param.detach().clone() for param in params]
+            offloader = Offloader(optimizer)
+            for _ in range(2):
+                with offloader:
+                    for name in ("step", "train", "eval"):
+                        with pytest.raises(RuntimeError, match=rf"{name}.*Call reload\(\) first"):
+                            getattr(optimizer, name)()
+                    assert all(map(torch.equal, params, weights))
+        getattr(optimizer, use)()
+        if use == "eval":
+            optimizer.train()
+        train(optimizer)
+        assert not {"step", "train", "eval"} & vars(optimizer).keys()
+        both.append(params)
+    assert all(map(torch.equal, *both))
+
+
+def test_a_copy_of_what_is_guarded_is_not(backend: LateBackend) -> None:
+    params = [torch.nn.Parameter(torch.randn(4, 3))]
+    wrapper = SCHEDULE_FREE["wrapper"](params)
+    train(wrapper)
+    with Offloader(wrapper) as offloader:
+        pass
+    copied = copy.deepcopy(wrapper)
+    assert [copied.step.__self__, copied.eval.__self__] == [copied, copied]
+    train(copied)
+    assert waiting() == [offloader]
+    train(wrapper)
+
+
+def test_a_method_that_somebody_else_replaces_too(backend: LateBackend) -> None:
+    _, optimizer = trained()
+    calls: list[str] = []
+    optimizer.eval = lambda: calls.append("eval")  # type: ignore[attr-defined]
+    offloader = Offloader(optimizer)
+    with offloader:
+        ours = optimizer.eval  # type: ignore[attr-defined]
+        optimizer.eval = lambda: (calls.append("outer"), ours())  # type: ignore[attr-defined]
+    offloader.wait()
+    optimizer.eval()  # type: ignore[attr-defined]
+    assert calls == ["outer", "eval"]
 
 
 def test_on_a_machine_without_gpus_the_state_stays() -> None:
@@ -321,11 +432,13 @@ def test_on_a_gpu() -> None:
     twin_params = [torch.nn.Parameter(param.detach().clone()) for param in params]
     optimizer, twin = (torch.optim.Adam(some, fused=True) for some in (params, twin_params))
     offloader = Offloader(optimizer)
-    for _ in range(3):
+    for turn in range(3):
         train(optimizer)
         train(twin)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
+        with torch.inference_mode(turn == 0):  # as something that generates may have it
+            offloader.offload()
         with offloader:
             offloader.wait()
             # Device scalars (fused `step`) go too.

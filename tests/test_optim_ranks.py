@@ -122,11 +122,11 @@ class HostBackend:
     wait = order_after
 
 
-def sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
+def sharded(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = model_of(torch.float32)
+    model = model_of(dtype)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
@@ -174,6 +174,7 @@ def fsdp() -> dict[str, Any]:
         "freed": freed,
         "copied": backend.copied,
         "local": moved["exp_avg"]._local_tensor.device.type,
+        "whole": moved["exp_avg"].device.type,
         "is_dtensor": isinstance(moved["exp_avg"], DTensor),
         "step": moved["step"].device.type,
     }
@@ -185,5 +186,37 @@ def test_dtensor_state() -> None:
         assert result["is_shard"]
         assert result["freed"] == 0
         assert result["copied"] == 8
-        assert (result["local"], result["is_dtensor"]) == ("meta", True)
+        assert (result["local"], result["whole"], result["is_dtensor"]) == ("meta", "meta", True)
         assert result["step"] == "cpu"
+
+
+def dtypes() -> dict[str, Any]:
+    """What a DTensor says of itself after its shard got another dtype."""
+    model, optimizer = sharded(torch.bfloat16)
+    for number in range(2):
+        train(model, optimizer, number)
+    for state in optimizer.state.values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = state[key].float()
+    twin, resumed = sharded(torch.bfloat16)
+    optim.load_state_dict(resumed, optimizer.state_dict())
+    loaded = next(iter(resumed.state.values()))["exp_avg"]
+    train(twin, resumed, 9)
+
+    model, optimizer = sharded()
+    train(model, optimizer, 0)
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].bfloat16()
+    repaired = optim.repair(optimizer)
+    again = optim.check(optimizer)
+    train(model, optimizer, 1)
+    return {
+        "loaded": [loaded.dtype, loaded._local_tensor.dtype, loaded._spec.tensor_meta.dtype],
+        "repaired": len(repaired),
+        "again": len(again),
+    }
+
+
+def test_dtensor_state_of_another_dtype() -> None:
+    for result in run_ranks(2, dtypes):
+        assert result == {"loaded": [torch.bfloat16] * 3, "repaired": 4, "again": 0}

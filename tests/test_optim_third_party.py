@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from _optimizers import on_device, parameters, places, results, step
-from _simulated_cuda import CUDA, SimulatedTensor, Simulation, simulated_cuda
+from _simulated_cuda import CUDA, SimulatedTensor, Simulation, simulated_cuda, values
 
 from pyckpt import optim
 
@@ -87,7 +87,54 @@ def test_that_run_on_the_cpu(
         assert torch.equal(ours, theirs)
     optim.move(optimizer, "cpu")
     optim.move(optimizer)
-    assert [set(state) for state in places(optimizer)] == [set(s) for s in places(original)]
+    assert places(optimizer) == places(original)
+
+
+def test_schedule_free_is_known_in_eval_mode(simulation: Simulation) -> None:
+    """In which it does not step, and is saved and moved."""
+    params = parameters(CUDA, torch.float32)
+    optimizer = schedule_free(params)
+    step(optimizer, 0)
+    native = places(optimizer)
+    optimizer.eval()
+    optim.move(optimizer, "cpu")
+    optim.move(optimizer)
+    assert places(optimizer) == native
+    assert not optimizer.param_groups[0]["train_mode"]
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_a_counter_of_the_optimizer(simulation: Simulation, where: str) -> None:
+    """MADGRAD's ``k`` is no parameter's, and read by each step."""
+    params = parameters(CUDA, torch.float32)
+    cls = package("pytorch_optimizer").MADGRAD
+    optimizer, other = cls(params), cls(params)
+    step(optimizer, 0)
+    assert optim.check(optimizer) == []
+    saved = on_device(copy.deepcopy(optimizer.state_dict()), where)
+    optim.load_state_dict(other, saved)
+    assert other.state["k"].device.type == "cpu"
+    step(other, 1)
+    assert (int(values(other.state["k"])), int(values(saved["state"]["k"]))) == (2, 1)
+
+    other.load_state_dict(saved)
+    found = [(m.name, m.key, m.syncs, m.param) for m in optim.check(other)]
+    assert found == ([] if where == "cpu" else [("the optimizer", "k", 1, None)])
+    optim.repair(other)
+    assert other.state["k"].device.type == "cpu"
+    assert optim.check(other) == []
+    other.state["k"] = on_device(other.state["k"], CUDA)
+    optim.move(other, "cpu")
+    assert other.state["k"].device.type == "cpu"
+    assert int(other.state["k"]) == 1
+
+
+def test_a_dtype_among_the_attributes(simulation: Simulation) -> None:
+    params = parameters(CUDA, torch.float32)
+    cls = package("pytorch_optimizer").FAdam
+    for dtype in (torch.float32, torch.bfloat16):
+        optimizer = cls(params, momentum_dtype=dtype)
+        assert optim.placement(optimizer)[params[0]]["momentum"].dtype == dtype
 
 
 # --- torchao --------------------------------------------------------------------------------------
@@ -161,7 +208,8 @@ class ModelOfCpuOffload:
         }
 
     def load_state_dict(self, state_dict: Any) -> None:
-        for inner, state in zip(self.optim_dict.values(), state_dict["offloaded"], strict=True):
+        # As it has it, not strictly.
+        for inner, state in zip(self.optim_dict.values(), state_dict["offloaded"]):  # noqa: B905
             inner.load_state_dict(state)
         self.d_opt.load_state_dict(state_dict["on-device"])
 
@@ -178,6 +226,15 @@ def test_torchao_cpu_offload(simulation: Simulation) -> None:
     optim.move(optimizer)
     assert (places(inner), places(optimizer.d_opt)) == native
     assert optim.check(optimizer) == []
+    more = cls([torch.zeros(2, device="cuda"), *params])
+    before = results(inner)
+    for ours, theirs in ((optimizer, more), (more, optimizer)):
+        with pytest.raises(ValueError, match=r"has \d offloaded parameters and the checkpoint \d"):
+            optim.load_state_dict(ours, theirs.state_dict())
+    offloaded = {"offloaded": optimizer.state_dict()["offloaded"]}
+    with pytest.raises(ValueError, match="Only the optimizer has parameters that are not"):
+        optim.load_state_dict(optimizer, offloaded)
+    assert all(map(torch.equal, results(inner), before))
 
 
 def test_torchao_cpu_offload_is_what_its_model_says() -> None:
@@ -335,6 +392,10 @@ def test_a_model_of_apex_fused_adam(simulation: Simulation, capturable: bool) ->
         optim.move(other, "cpu")
         assert other.param_groups[0]["step"].device.type == "cpu"
         optim.move(other)
+        assert other.param_groups[0]["step"].device.type == "cuda"
+        other.param_groups[0]["step"] = other.param_groups[0]["step"].to("cpu")
+        (entry,) = optim.repair(other)
+        assert str(entry) == "step of group 0: host int32, belongs on cuda:0 int32"
         assert other.param_groups[0]["step"].device.type == "cuda"
     else:
         assert loaded == 5

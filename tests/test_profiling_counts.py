@@ -181,6 +181,24 @@ def test_indexing_with_numbers_reads_nothing() -> None:
     assert counts.total == 0
 
 
+@pytest.mark.parametrize("put", ["index_put_", "index_put", "_index_put_impl_"])
+def test_masks_that_are_written_through(put: str) -> None:
+    operator = getattr(torch.ops.aten, put).default
+    with fake_cuda():
+        x, values = torch.zeros(4, device=DEVICE), torch.zeros(2, device=DEVICE)
+        mask, index = x > 0, torch.zeros(2, dtype=torch.int64, device=DEVICE)
+        with count_syncs() as counts:
+            operator(x, [mask], values)
+            operator(x, [mask.to(torch.uint8)], values)
+            operator(x, [mask], torch.zeros(1, device=DEVICE))  # one, but the device has it
+            operator(x, [mask], torch.zeros(()), True)
+        assert (counts.data_dependent, counts.total) == (4, 4)
+        with count_syncs() as counts:
+            operator(x, [index], values)
+            operator(x, [mask], torch.zeros(()))  # filled in by the device
+        assert counts.total == 0
+
+
 @pytest.mark.parametrize(
     ("optimizer", "foreach", "reads"),
     [

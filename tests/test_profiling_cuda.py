@@ -110,6 +110,18 @@ def test_operators_that_read_back() -> None:
     assert counts.total == counts.stream_syncs >= 1
 
 
+def test_masks_that_are_written_through() -> None:
+    tensor, values = torch.ones(256, device="cuda"), torch.zeros(256, device="cuda")
+    mask = tensor > 0
+    with count_syncs() as counts:
+        tensor[mask] = 1.0
+    assert (counts.data_dependent, counts.total) == (0, 0)
+    with count_syncs() as counts:
+        tensor[mask] = values
+    assert counts.data_dependent == 1
+    assert counts.total == counts.stream_syncs >= 1
+
+
 def test_two_threads() -> None:
     scalar = torch.ones((), device="cuda")
     barrier = threading.Barrier(2)

@@ -51,7 +51,8 @@ class CudaBackend:
     def host_buffer(self, nbytes: int) -> Tensor:
         # Registered rather than allocated pinned: torch's pinned allocator rounds up to a power of
         # two, and keeps what it was given back.
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        with torch.inference_mode(False):  # or else it could only be written to in that mode
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         address = buffer.data_ptr()
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(int(runtime.cudaHostRegister(address, nbytes, 0)))

@@ -17,6 +17,7 @@ import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Literal
 
 import torch
@@ -31,6 +32,8 @@ __all__ = ["Learned", "Native", "Spec", "learn", "reads_of"]
 # At most so many results are kept: integer options that count, as some optimizers keep in their
 # groups, make a new one each step.
 _CACHE_ENTRIES = 4096
+_LONGEST_OPTION = 32  # entries
+_NO_OPTIONS = ("state", "param_groups", "step")
 _STEPS = 2  # some state only comes with the second
 
 
@@ -61,9 +64,11 @@ class Native:
 
 @dataclass(frozen=True)
 class Learned:
-    """What was created for one parameter, by path (see `any_index`)."""
+    """What was created for one parameter, by path (see `any_index`); and for none, by a path from
+    the optimizer's ``state``."""
 
     natives: dict[Path, Native] = field(default_factory=dict)
+    shared: dict[Path, Native] = field(default_factory=dict)
 
 
 _lock = threading.Lock()
@@ -96,17 +101,24 @@ def learn(optimizer: Any, group: dict[str, Any], specs: Iterable[Spec]) -> dict[
 
 
 def reads_of(
-    optimizer: Any, group: dict[str, Any], spec: Spec, path: Path, device_type: str
+    optimizer: Any,
+    group: dict[str, Any],
+    spec: Spec,
+    path: Path,
+    device_type: str,
+    *,
+    shared: bool = False,
 ) -> int | None:
     """How often a step reads the tensor at ``path`` back to the host while it is on such a device;
-    None where that step does not run."""
+    None where that step does not run. ``shared``: the path is one from the optimizer's ``state``.
+    """
     if device_type == "cpu":
         return 0
-    key = (_signature(optimizer, group), spec, path, device_type)
+    key = (_signature(optimizer, group), spec, path, device_type, shared)
     with _lock:
         if key in _reads:
             return _reads[key]
-    reads = _count_reads(optimizer, group, spec, path, device_type)
+    reads = _count_reads(optimizer, group, spec, path, device_type, shared)
     _remember(_reads, key, reads)
     return reads
 
@@ -143,22 +155,27 @@ def _signature(optimizer: Any, group: dict[str, Any]) -> Hashable:
         sorted(
             (name, _token(value))
             for name, value in vars(optimizer).items()
-            if isinstance(value, bool | int | str | None) and not name.startswith("_")
+            if name not in _NO_OPTIONS and not name.startswith("_")
         )
     )
     return type(optimizer), options, attributes, torch.get_default_dtype()
 
 
-def _token(value: Any) -> str:
+def _token(value: Any, depth: int = 3) -> str:
     if isinstance(value, Tensor):
         return f"tensor {value.device.type} {value.dtype} {tuple(value.shape)}"
     if isinstance(value, float):
         return f"float {value != 0.0}"
-    if isinstance(value, list | tuple):
-        return f"{type(value).__name__} {[_token(entry) for entry in value]}"
-    if isinstance(value, bool | int | str | None | torch.dtype | torch.device):
+    if isinstance(value, bool | int | str | None | torch.dtype | torch.device | Enum):
         return repr(value)
-    return type(value).__qualname__
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    name = type(value).__qualname__
+    # Long ones are records, of steps or parameters, and no options.
+    if isinstance(value, list | tuple | dict) and len(value) <= _LONGEST_OPTION and depth:
+        entries = value.items() if isinstance(value, dict) else value
+        return f"{name} {[_token(entry, depth - 1) for entry in entries]}"
+    return name
 
 
 # --- the run ----------------------------------------------------------------------------------
@@ -249,30 +266,43 @@ def _run(optimizer: Any, group: dict[str, Any], specs: list[Spec]) -> dict[Spec,
         except Exception:
             return learned
         clone = _stepped(clone)
+        shared = {key: state for key, state in clone.state.items() if not isinstance(key, Tensor)}
+        natives = {
+            path: native
+            for path, native in _natives(shared).items()
+            if not any(isinstance(key, Tensor) for key in path)
+        }
         for spec, param in zip(specs, params, strict=True):
             state = clone.state.get(param, {})
-            if isinstance(state, dict):
-                learned[spec] = Learned(_natives(state))
+            learned[spec] = Learned(_natives(state) if isinstance(state, dict) else {}, natives)
     return learned
 
 
 def _stepped(clone: Any) -> Any:
     """The clone after as many steps as it can do."""
+    _to_train(clone)
     for _ in range(_STEPS):
         try:
             _bare_step(clone)
         except KeyError:
             # Some build their state when they are constructed, and step expects it there.
-            if any(clone.state.values()):
+            if any(not isinstance(state, dict) or state for state in clone.state.values()):
                 break
             try:
                 clone = _constructed(clone)
+                _to_train(clone)
                 _bare_step(clone)
             except Exception:
                 break
         except Exception:
             break
     return clone
+
+
+def _to_train(clone: Any) -> None:
+    """Schedule-free optimizers, and what else has modes, step in this one alone."""
+    with contextlib.suppress(Exception):
+        type(clone).train(clone)
 
 
 def _natives(state: dict[Any, Any]) -> dict[Path, Native]:
@@ -299,7 +329,12 @@ def _natives(state: dict[Any, Any]) -> dict[Path, Native]:
 
 
 def _count_reads(
-    optimizer: Any, group: dict[str, Any], spec: Spec, path: Path, device_type: str
+    optimizer: Any,
+    group: dict[str, Any],
+    spec: Spec,
+    path: Path,
+    device_type: str,
+    shared: bool,
 ) -> int | None:
     with _isolated() as pretend:
         try:
@@ -308,7 +343,7 @@ def _count_reads(
             pretend.reads = 0
             _bare_step(clone)
             usual, pretend.reads = pretend.reads, 0
-            state = clone.state[params[0]]
+            state = clone.state if shared else clone.state[params[0]]
             tensor = functools.reduce(lambda entry, key: entry[key], path, state)
             elsewhere = torch.empty(tensor.shape, dtype=tensor.dtype, device=device_type)
             replace(state, path, elsewhere)
@@ -379,7 +414,7 @@ def _clone(
     attributes = {
         name: _harmless(value)
         for name, value in vars(optimizer).items()
-        if name not in ("state", "param_groups", "step") and not name.endswith("_hooks")
+        if name not in _NO_OPTIONS and not name.endswith("_hooks")
     }
     clone.__dict__.update({k: v for k, v in attributes.items() if v is not _WITHHELD})
     for name in vars(optimizer):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pyckpt.optim.mover import dtype_fits, misplaced, name_of, relocate
-from pyckpt.optim.places import Placement, Resolver, found, members, unwrapped
+from pyckpt.optim.places import Placement, Resolver, found, known_members, members, unwrapped
 from pyckpt.optim.tensors import Path, any_index, is_dtensor, leaves, mapped, replace
 from pyckpt.optim.transfer import Request, place
 
@@ -40,25 +40,29 @@ def load_state_dict(
     nothing is known about a tensor it keeps the dtype it was saved in; it is loaded to its
     parameter's device if it has its shape, or was on a device, and to the host otherwise.
 
-    Where both sides have ``param_names``, and the same ones in other order, parameters are matched
-    by name; otherwise by position.
+    Where both sides have ``param_names``, and the same ones, parameters are matched by name; where
+    they have none in common, as behind other prefixes, by position, as without names.
 
     An optimizer with a ``load_state_dict`` of its own is left to load by that; flags, placement and
     dtypes are put right after.
 
     Args:
-        optimizer: the optimizer to load, or a wrapper.
+        optimizer: the optimizer to load, or a wrapper; also one that pyckpt does not know, which
+            then loads as it does, and no more.
         state_dict: what was saved.
         flags: whose ``fused``, ``foreach``, ``capturable`` and ``differentiable`` hold: "live",
             those of ``optimizer``, or "saved".
 
     Raises:
-        ValueError: groups, parameters or shapes do not fit, or ``flags`` is neither. Nothing was
-            loaded.
+        ValueError: groups, parameters or shapes do not fit, only some of a group's names are the
+            checkpoint's, or ``flags`` is neither. Nothing was loaded.
+        TypeError: ``optimizer`` is neither.
     """
     if flags not in ("live", "saved"):
         raise ValueError(f"{flags = } must be 'live' or 'saved'.")
     optimizer = unwrapped(optimizer)
+    if not hasattr(optimizer, "load_state_dict"):
+        members(optimizer)  # says what is wrong
     if _loads_itself(optimizer):
         _delegate(optimizer, state_dict, flags)
     else:
@@ -117,9 +121,10 @@ def _matched(optimizer: Any, state_dict: dict[str, Any]) -> dict[Any, tuple[int,
     for index, (group, other) in enumerate(zip(live, saved, strict=True)):
         params, ids = group["params"], other["params"]
         names, saved_names = group.get("param_names"), other.get("param_names")
-        if len(params) != len(ids):
+        common = set(names or ()) & set(saved_names or ())
+        if len(params) != len(ids) or (common and set(names) != set(saved_names)):
             raise ValueError(_mismatch(index, len(params), len(ids), names, saved_names))
-        if names and saved_names and names != saved_names and set(names) == set(saved_names):
+        if common:
             by_name = dict(zip(saved_names, ids, strict=True))
             ids = [by_name[name] for name in names]
         matched.update({i: (index, param) for i, param in zip(ids, params, strict=True)})
@@ -303,9 +308,10 @@ def _request(wanted: Placement, param: Tensor, tensor: Tensor) -> Request:
 
 
 def _delegate(optimizer: Any, state_dict: dict[str, Any], flags: str) -> None:
-    holders = members(optimizer)
+    holders = known_members(optimizer)
     groups = [getattr(o, "param_groups", []) for o in [optimizer, *holders]]
     before = [[{f: g[f] for f in _FLAGS if f in g} for g in some] for some in groups]
+    _check_offloaded(optimizer, state_dict)
     # Some write into what they are given; the containers are copied, the tensors are not.
     given = mapped(state_dict, lambda _, leaf: leaf)
     optimizer.load_state_dict(given)
@@ -318,9 +324,27 @@ def _delegate(optimizer: Any, state_dict: dict[str, Any], flags: str) -> None:
                 group.update(kept)
     saved = _saved_tensors(optimizer, state_dict)
     theirs = {id(tensor) for _, tensor in leaves(state_dict)}
-    for member in members(optimizer):
+    for member in known_members(optimizer):
         _restore(member, saved, theirs)
         relocate(misplaced(member, exact=True), exact=True)
+
+
+def _check_offloaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """torchao's CPUOffloadOptimizer leaves unsaid what one side has more of.
+
+    Raises:
+        ValueError: the checkpoint is of another number of parameters.
+    """
+    live, saved = getattr(optimizer, "optim_dict", None), state_dict.get("offloaded")
+    if live is None or saved is None:
+        return
+    if len(live) != len(saved):
+        raise ValueError(
+            f"The optimizer has {len(live)} offloaded parameters and the checkpoint {len(saved)}."
+        )
+    if (optimizer.d_opt is None) != ("on-device" not in state_dict):
+        where = "the checkpoint" if optimizer.d_opt is None else "the optimizer"
+        raise ValueError(f"Only {where} has parameters that are not offloaded.")
 
 
 def _saved_tensors(optimizer: Any, state_dict: dict[str, Any]) -> dict[tuple[int, Path], Tensor]:
@@ -359,6 +383,12 @@ def _restore(optimizer: Any, saved: dict[tuple[int, Path], Tensor], theirs: set[
                 else:
                     continue
                 owners.append((state, path))
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for key, state in optimizer.state.items():
+        for path, tensor in leaves(state, (key,)) if id(key) not in params else ():
+            if id(tensor) in theirs:
+                requests.append(Request(tensor, tensor.device))
+                owners.append((optimizer.state, path))
     for (state, path), tensor in zip(owners, place(requests), strict=True):
         replace(state, path, tensor)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,12 +29,14 @@ class Misplaced:
     """One tensor of an optimizer's state that is not where its optimizer would have it.
 
     Attributes:
-        name: of the parameter: its own, or its group and index.
-        key: of the tensor in the parameter's state; in nested containers the tuple of keys.
+        name: of the parameter: its own, or its group and index. Of what is no parameter's "group
+            0", or "the optimizer".
+        key: of the tensor in the parameter's state, in the group, or in the optimizer's state; in
+            nested containers the tuple of keys.
         found: where it is, and its dtype.
         wanted: where it belongs.
         syncs: how often each step therefore waits for the GPU, None where that is not known.
-        param: the parameter.
+        param: the parameter, None for what is no parameter's.
     """
 
     name: str
@@ -42,7 +44,7 @@ class Misplaced:
     found: Placement
     wanted: Placement
     syncs: int | None
-    param: Tensor
+    param: Tensor | None
 
     def __str__(self) -> str:
         cost = "" if not self.syncs else f", {self.syncs} synchronisations a step"
@@ -61,6 +63,9 @@ def check(optimizer: Any) -> list[Misplaced]:
     Returns:
         One entry a tensor, in the order of the parameters; empty where all is well. Its ``syncs``
         are measured by stepping a throw-away clone on fake tensors.
+
+    Raises:
+        TypeError: it is neither.
     """
     return [
         _described(entry, syncs=_syncs(entry))
@@ -79,6 +84,9 @@ def repair(optimizer: Any) -> list[Misplaced]:
 
     Returns:
         What was put right. ``syncs`` is None: that is not measured here.
+
+    Raises:
+        TypeError: as for `check`.
     """
     entries = [entry for member in members(optimizer) for entry in misplaced(member)]
     relocate(entries)
@@ -96,8 +104,12 @@ def move(optimizer: Any, device: torch.device | str | None = None) -> None:
     Dtypes are kept, and so is shared memory. DTensors move by their local shards. Where nothing
     is known about a tensor, one on the host stays and one on a device moves. Tensors in the
     groups (``lr``, betas) move only if they are on a device.
+
+    Raises:
+        TypeError: as for `check`.
     """
     target = None if device is None else _indexed(torch.device(device))
+    entries: list[Entry] = []
     requests: list[Request] = []
     owners: list[tuple[Any, Path]] = []
     for member in members(optimizer):
@@ -105,22 +117,15 @@ def move(optimizer: Any, device: torch.device | str | None = None) -> None:
         device_type = target.type if target is not None and target.type != "cpu" else None
         resolver = Resolver(member, device_type=device_type)
         for index, param, state in _states(member):
-            home = target or _device_of(param)
             for path, tensor in leaves(state):
                 wanted = resolver.wanted(index, param, path, state, tensor)
-                goal = _goal(wanted, tensor, home)
-                if goal is not None and goal != _device_of(tensor):
-                    owners.append((state, path))
-                    requests.append(Request(tensor, goal))
-        for index, group in enumerate(member.param_groups):
-            if not group["params"]:
-                continue
-            for path, tensor in leaves({k: v for k, v in group.items() if k != "params"}):
-                wanted = resolver.wanted_in_group(index, path, tensor)
-                goal = _goal(wanted, tensor, target or _device_of(group["params"][0]))
-                if goal is not None and goal != tensor.device:
-                    owners.append((group, path))
-                    requests.append(Request(tensor, goal))
+                entries.append(Entry(member, index, param, state, path, tensor, wanted))
+        entries += _others(member, resolver)
+    for entry in entries:
+        goal = _goal(entry.wanted, entry.tensor, target or _device_of(entry.param))
+        if goal is not None and goal != _device_of(entry.tensor):
+            owners.append((entry.state, entry.path))
+            requests.append(Request(entry.tensor, goal))
     _replace_all(owners, place(requests))
 
 
@@ -148,7 +153,10 @@ def _goal(wanted: Placement, tensor: Tensor, home: torch.device) -> torch.device
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A tensor to be replaced: which, of what, and by what."""
+    """A tensor that may be replaced: which, of what, and by what.
+
+    What is no parameter's has one of its group's as ``param``, which says where a device is.
+    """
 
     optimizer: Any
     index: int
@@ -157,23 +165,42 @@ class Entry:
     path: Path
     tensor: Tensor
     wanted: Placement
+    of: Literal["parameter", "group", "optimizer"] = "parameter"
 
 
 def _states(optimizer: Any) -> Iterator[tuple[int, Tensor, Any]]:
-    """Each parameter's state with the index of its group; what belongs to no parameter as if to the
-    first."""
-    groups = {
-        id(param): index
-        for index, group in enumerate(optimizer.param_groups)
-        for param in group["params"]
-    }
-    first = next((g["params"][0] for g in optimizer.param_groups if g["params"]), None)
+    """Each parameter's state with the index of its group."""
+    groups = _group_of(optimizer)
     for key, state in optimizer.state.items():
         index = groups.get(id(key))
         if index is not None:
             yield index, key, state
-        elif first is not None:
-            yield groups[id(first)], first, state
+
+
+def _others(optimizer: Any, resolver: Resolver) -> Iterator[Entry]:
+    """Tensors of the state and of the groups that are no parameter's."""
+    groups = _group_of(optimizer)
+    firsts = [(i, g["params"][0]) for i, g in enumerate(optimizer.param_groups) if g["params"]]
+    for key, state in optimizer.state.items() if firsts else ():
+        if id(key) in groups:
+            continue
+        for path, tensor in leaves(state, (key,)):
+            index, param = firsts[0]
+            wanted = resolver.wanted_shared(index, param, path, optimizer.state, tensor)
+            yield Entry(optimizer, index, param, optimizer.state, path, tensor, wanted, "optimizer")
+    for index, param in firsts:
+        group = optimizer.param_groups[index]
+        for path, tensor in leaves({k: v for k, v in group.items() if k != "params"}):
+            wanted = resolver.wanted_in_group(index, path, tensor)
+            yield Entry(optimizer, index, param, group, path, tensor, wanted, "group")
+
+
+def _group_of(optimizer: Any) -> dict[int, int]:
+    return {
+        id(param): index
+        for index, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+    }
 
 
 def misplaced(optimizer: Any, *, exact: bool = False) -> list[Entry]:
@@ -193,6 +220,11 @@ def misplaced(optimizer: Any, *, exact: bool = False) -> list[Entry]:
                 wanted = resolver.wanted(index, param, path, state, tensor)
                 if not _is_home(optimizer, wanted, tensor, exact=exact):
                     entries.append(Entry(optimizer, index, param, state, path, tensor, wanted))
+    entries += [
+        entry
+        for entry in _others(optimizer, resolver)
+        if not _is_home(optimizer, entry.wanted, entry.tensor, exact=exact)
+    ]
     return entries
 
 
@@ -230,13 +262,16 @@ def _device_of(tensor: Tensor) -> torch.device:
 
 
 def _described(entry: Entry, *, syncs: int | None) -> Misplaced:
+    whose = {"group": f"group {entry.index}", "optimizer": "the optimizer"}.get(entry.of)
+    # State that a former parameter has left behind is not called by all that it held.
+    path = entry.path[1:] if isinstance(entry.path[0], Tensor) else entry.path
     return Misplaced(
-        name=name_of(entry.optimizer, entry.index, entry.param),
-        key=entry.path[0] if len(entry.path) == 1 else entry.path,
+        name=whose or name_of(entry.optimizer, entry.index, entry.param),
+        key=path[0] if len(path) == 1 else path,
         found=found(entry.tensor),
         wanted=entry.wanted,
         syncs=syncs,
-        param=entry.param,
+        param=None if whose else entry.param,
     )
 
 
@@ -252,6 +287,8 @@ def _syncs(entry: Entry) -> int | None:
         # On the host instead of the device: a step may fail, or copy, as its kernels will have it.
         on_host = _device_of(entry.tensor).type == "cpu"
         return None if on_host and entry.wanted.kind == "device" else 0
+    if entry.of == "group":
+        return None
     resolver = Resolver(entry.optimizer)
     return reads_of(
         entry.optimizer,
@@ -259,6 +296,7 @@ def _syncs(entry: Entry) -> int | None:
         resolver.spec(entry.param),
         entry.path,
         _device_of(entry.tensor).type,
+        shared=entry.of == "optimizer",
     )
 
 

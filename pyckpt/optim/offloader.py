@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -9,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 from torch.optim import Optimizer
-from torch.optim import optimizer as optimizer_module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from pyckpt import guard
 from pyckpt.optim import buffers
-from pyckpt.optim.places import members
+from pyckpt.optim.places import layers, members
 from pyckpt.optim.tensors import leaves, plain_parts
 
 __all__ = ["Offloader"]
@@ -45,9 +48,10 @@ class Offloader:
 
     Both ways are asynchronous, on a stream of their own and through page-locked memory that is
     allocated in the first round, or when the state has grown, and kept. What was queued before
-    `offload` sees the state as it was. After `reload`, the next ``step`` or ``state_dict`` of the
-    optimizer is ordered behind the copies, on the GPU: nothing waits on the CPU. Whoever reads the
-    state directly calls `wait` first.
+    `offload` sees the state as it was, and so does a save that still copies it. After `reload`, the
+    next ``step``, ``state_dict``, ``train`` or ``eval`` of the optimizer is ordered behind the
+    copies, on the GPU: nothing waits on the CPU. Whoever reads the state directly calls `wait`
+    first. An Offloader lives as long as its optimizer, if it has state out or on its way back.
 
     Each storage travels once, whatever tensors share it; DTensors travel by their local shards.
     State on the host stays where it is, and so does memory that parameters or gradients use too.
@@ -57,17 +61,20 @@ class Offloader:
 
     Args:
         optimizer: the optimizer, or a wrapper that pyckpt knows.
+
+    Raises:
+        TypeError: it is neither.
     """
 
     def __init__(self, optimizer: Any) -> None:
+        members(optimizer)
         self._optimizer = optimizer
         self._backends: dict[torch.device, buffers.Backend | None] = {}
         self._buffers: dict[torch.device, list[Tensor]] = {}
         self._away: list[_Away] = []
         self._fences: list[tuple[buffers.Backend, Any]] = []
-        # These hold this object, so that it cannot go while it has the state.
+        # The optimizer holds this object by these, so that neither goes while the other needs it.
         self._hooks: list[Any] = []
-        self._step_hook: Any = None
         self._guarded: set[int] = set()
 
     @property
@@ -91,6 +98,8 @@ class Offloader:
             return
         self._order()
         away = self._planned()
+        if away:
+            guard.hold()  # or else a save would go on to copy from memory that is freed
         by_backend: dict[int, list[_Away]] = {}
         for entry in away:
             by_backend.setdefault(id(entry.backend), []).append(entry)
@@ -228,49 +237,99 @@ class Offloader:
 
     def _guard(self) -> None:
         self._unguard()
-        holders = [self._optimizer, *members(self._optimizer)]
+        holders = list({id(holder): holder for holder in layers(self._optimizer)}.values())
         self._guarded = {id(holder) for holder in holders}
-        self._step_hook = register_optimizer_step_pre_hook(self._before_step)
-        for holder in {id(h): h for h in holders if isinstance(h, Optimizer)}.values():
+        for holder in holders:
+            if isinstance(holder, Optimizer):
+                self._hooks += [
+                    holder.register_state_dict_pre_hook(self._before_state_dict),
+                    holder.register_load_state_dict_pre_hook(self._before_load),
+                ]
+            # Schedule-free optimizers use their state in `train` and `eval`, and a wrapper may
+            # before it steps the optimizer that torch hooks.
+            hooked = getattr(getattr(type(holder), "step", None), "hooked", False)
             self._hooks += [
-                holder.register_state_dict_pre_hook(self._before_state_dict),
-                holder.register_load_state_dict_pre_hook(self._before_load),
+                _Instead(holder, name, self._before_method)
+                for name in ("train", "eval", *(() if hooked else ("step",)))
+                if callable(getattr(holder, name, None))
             ]
+        _hook_steps()
+        _guarding[id(self)] = self
 
     def _unguard(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if self._step_hook is not None:
-            self._step_hook.remove()
-            self._step_hook = None
+        _guarding.pop(id(self), None)
 
-    def _before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if id(optimizer) not in self._guarded:
-            return
-        self._refuse_while_away("step")
-        hook, hooks = self._step_hook, optimizer_module._global_optimizer_pre_hooks
-        # Torch is going through these hooks. The last of them may leave; of any other its going
-        # would be an error, so it stays until the next call, without effect.
-        is_last = hook is not None and next(reversed(hooks), None) == hook.id
-        if not is_last:
-            self._step_hook = None
-        self._order()
-        if not is_last:
-            self._step_hook = hook
+    def _before_step(self, optimizer: Any) -> None:
+        if id(optimizer) in self._guarded:
+            self._refuse_while_away("step")
+            self._order()
+
+    def _before_method(self, name: str) -> None:
+        self._refuse_while_away(name)
+        self._order_for_now()
 
     def _before_state_dict(self, _optimizer: Any) -> None:
         self._refuse_while_away("state_dict")
-        # The step may come on another stream, so it is ordered for itself.
-        for backend, fence in self._fences:
-            backend.order_after(fence)
+        self._order_for_now()
 
     def _before_load(self, _optimizer: Any, _state_dict: Any) -> None:
         self._refuse_while_away("load_state_dict")
 
+    def _order_for_now(self) -> None:
+        # The step may come on another stream, so it is ordered for itself.
+        for backend, fence in self._fences:
+            backend.order_after(fence)
+
     def _refuse_while_away(self, what: str) -> None:
         if self._away:
             raise RuntimeError(f"{what}: the optimizer's state is offloaded. Call reload() first.")
+
+
+class _Instead:
+    """Stands for a method of one object, until removed: calls ``before`` with its name first."""
+
+    def __init__(self, holder: Any, name: str, before: Callable[[str], None]) -> None:
+        self._holder, self._name, self._before = holder, name, before
+        self._own = vars(holder).get(name)
+        self._method = getattr(holder, name)
+        functools.update_wrapper(self, self._method)  # schedulers mark the steps they know
+        setattr(holder, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._before(self._name)
+        return self._method(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._holder, self._name)  # a copy of the object has its own method
+
+    def remove(self) -> None:
+        attributes = vars(self._holder)
+        if attributes.get(self._name) is not self:
+            return  # somebody else's stands for it now, and calls it
+        if self._own is None:
+            del attributes[self._name]
+        else:
+            attributes[self._name] = self._own
+
+
+# Those behind whose copies a step has not been ordered. Only their optimizers own them.
+_guarding: weakref.WeakValueDictionary[int, Offloader] = weakref.WeakValueDictionary()
+
+
+@functools.cache
+def _hook_steps() -> None:
+    # For good: torch may be on its way through the hooks of a step, and then none may be removed.
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: object, _args: object, _kwargs: object) -> None:
+    for ref in _guarding.valuerefs():
+        offloader = ref()
+        if offloader is not None:
+            offloader._before_step(optimizer)
 
 
 def _aligned(nbytes: int) -> int:

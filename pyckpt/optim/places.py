@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -94,6 +95,9 @@ def placement(optimizer: Any) -> Placements:
 
     Returns:
         A mapping: parameter -> key -> `Placement`. Keys in nested containers are tuples.
+
+    Raises:
+        TypeError: it is neither.
     """
     state: dict[Tensor, dict[Hashable, Placement]] = {}
     groups: list[Mapping[Hashable, Placement]] = []
@@ -172,6 +176,17 @@ _TRANSPARENT: dict[str, str] = {
     "schedulefree.wrap_schedulefree.ScheduleFreeWrapper": "base",
     "schedulefree.wrap_schedulefree_reference.ScheduleFreeWrapperReference": "base",
 }
+# What some of these add to the state that they share, like the parameter and beside it:
+_ADDED: dict[str, tuple[Path, ...]] = {
+    "schedulefree.wrap_schedulefree.ScheduleFreeWrapper": (("z",),),
+    "schedulefree.wrap_schedulefree_reference.ScheduleFreeWrapperReference": (
+        ("x",),
+        ("y",),
+        ("z",),
+    ),
+}
+# By the optimizer to whose state it is added, as seen when it was last reached by its wrapper.
+_added: weakref.WeakKeyDictionary[Any, tuple[Path, ...]] = weakref.WeakKeyDictionary()
 # Others have a state dict of their own:
 _WRAPPED: dict[str, Callable[[Any], list[Any]]] = {
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": (
@@ -191,22 +206,49 @@ def _by_name(table: dict[str, Any], cls: type) -> Any:
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer behind wrappers that add nothing to its state."""
     while (attribute := _by_name(_TRANSPARENT, type(optimizer))) is not None:
+        added = _by_name(_ADDED, type(optimizer))
         optimizer = getattr(optimizer, attribute)
+        if added is not None:
+            _added[optimizer] = added
     return optimizer
 
 
 def members(optimizer: Any) -> list[Any]:
     """The optimizers that hold the state: the one itself, or those it wraps.
 
-    One that has no ``state`` or no groups, and that is not known, has none: it is left alone.
+    Raises:
+        TypeError: it is no optimizer, and no wrapper that is known.
     """
+    found = known_members(optimizer)
+    if not found:
+        cls = type(optimizer)
+        raise TypeError(
+            f"{cls.__module__}.{cls.__qualname__} is no optimizer, with state and param_groups, "
+            f"and no wrapper of some that pyckpt knows."
+        )
+    return found
+
+
+def known_members(optimizer: Any) -> list[Any]:
+    """As `members`; none where it is neither."""
     optimizer = unwrapped(optimizer)
     inner = _by_name(_WRAPPED, type(optimizer))
     if inner is not None:
-        return [m for o in inner(optimizer) if o is not None for m in members(o)]
+        return [m for o in inner(optimizer) if o is not None for m in known_members(o)]
     if hasattr(optimizer, "state") and hasattr(optimizer, "param_groups"):
         return [optimizer]
     return []
+
+
+def layers(optimizer: Any) -> list[Any]:
+    """The optimizer, those that it wraps, and those that they wrap."""
+    attribute = _by_name(_TRANSPARENT, type(optimizer))
+    several = _by_name(_WRAPPED, type(optimizer))
+    if attribute is not None:
+        inner = [getattr(optimizer, attribute)]
+    else:
+        inner = [] if several is None else several(optimizer)
+    return [optimizer, *(layer for o in inner if o is not None for layer in layers(o))]
 
 
 # --- resolving --------------------------------------------------------------------------------
@@ -241,14 +283,13 @@ class Resolver:
 
     def learned(self, index: int, param: Tensor) -> dict[Path, Placement]:
         """What a parameter of that group natively has, without devices, by path."""
-        if self._rule is not None:
-            return {}
         key = (index, self.spec(param))
         if key not in self._tables:
-            natives = self._group(index)[key[1]].natives
-            self._tables[key] = {
-                path: Placement(native.kind, native.dtype) for path, native in natives.items()
-            }
+            natives = {} if self._rule is not None else self._group(index)[key[1]].natives
+            table = {path: Placement(native.kind, native.dtype) for path, native in natives.items()}
+            for path in _added.get(self._optimizer, ()):
+                table[path] = Placement("device", param.dtype)
+            self._tables[key] = table
         return self._tables[key]
 
     def table(self, index: int, param: Tensor) -> dict[Hashable, tuple[Any, torch.dtype | None]]:
@@ -285,12 +326,25 @@ class Resolver:
 
     def wanted(self, index: int, param: Tensor, path: Path, state: Any, value: Any) -> Placement:
         """Where the tensor at ``path`` of ``state``, the parameter's, belongs."""
-        if self._rule is not None:
-            said = self._rule(self._optimizer, self._groups[index], param, path, value)
-            return UNKNOWN if said is None else self.completed(said, param)
         table = self.learned(index, param)
         native = table.get(path) or table.get(any_index(state, path))
+        if native is None and self._rule is not None:
+            native = self._rule(self._optimizer, self._groups[index], param, path, value)
         return UNKNOWN if native is None else self.completed(native, param)
+
+    def wanted_shared(
+        self, index: int, param: Tensor, path: Path, state: Any, value: Any
+    ) -> Placement:
+        """Where a tensor of ``state``, the optimizer's, belongs that is no parameter's: where it
+        was learned, or as if it were of this parameter."""
+        if self._rule is None:
+            shared = self._group(index)[self.spec(param)].shared
+            native = shared.get(path) or shared.get(any_index(state, path))
+            if native is not None:
+                return self.completed(Placement(native.kind, native.dtype), param)
+        if len(path) > 1:
+            path, state = path[1:], state[path[0]]
+        return self.wanted(index, param, path, state, value)
 
     def wanted_in_group(self, index: int, path: Path, value: Any) -> Placement:
         """Where a tensor of the group itself belongs; only rules know."""

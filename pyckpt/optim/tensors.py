@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
@@ -117,9 +118,12 @@ def on_local_shard(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         return tensor, lambda new: new
 
     def rewrapped(new: Tensor) -> Tensor:
-        # Not DTensor.from_local, which takes the shard to the device of the mesh.
-        result = tensor.detach()
-        result._local_tensor = new  # type: ignore[attr-defined]
+        # Not DTensor.from_local, which takes the shard to the device of the mesh. Made anew, since
+        # a DTensor keeps the device and the dtype of the shard that it was made with.
+        whole: Any = tensor
+        meta = whole._spec.tensor_meta._replace(dtype=new.dtype)
+        spec = dataclasses.replace(whole._spec, tensor_meta=meta)
+        result: Tensor = type(whole)(new, spec, requires_grad=False)
         return result
 
     return tensor._local_tensor, rewrapped  # type: ignore[attr-defined]

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from pyckpt.optim.tensors import is_plain, on_local_shard
+from pyckpt.optim.tensors import is_plain, on_local_shard, plain_parts
 
 __all__ = ["Request", "place"]
 
@@ -77,9 +78,11 @@ def place(requests: Sequence[Request]) -> list[Tensor]:
         results.update(zip(group, _place_shared([requests[i] for i in group]), strict=True))
     _finish(
         [
-            shards[index][0] if index in shards else requests[index].tensor
+            (
+                shards[index][0] if index in shards else requests[index].tensor,
+                requests[index].device,
+            )
             for index in (*alone, *shared)
-            if requests[index].device.type == "cpu"
         ]
     )
     for index, original in same_as.items():
@@ -140,6 +143,8 @@ def _taken_apart(flat: Tensor, like: list[Tensor], pinned: bool) -> list[Tensor]
 
 
 def _place_alone(local: Tensor, request: Request) -> Tensor:
+    if not is_plain(local) and not is_traceable_wrapper_subclass(local):
+        return local.to(request.device, request.target_dtype, copy=True)  # a sparse layout
     if not is_plain(local):
         # A class that wraps tensors, as quantised state does: its dtype is not that of its memory.
         wrapped: Any = local
@@ -159,9 +164,22 @@ def _place_alone(local: Tensor, request: Request) -> Tensor:
     return new.copy_(local, non_blocking=True)
 
 
-def _finish(sources: list[Tensor]) -> None:
-    """Wait for what was copied to the host without waiting, once a device."""
-    for device in {s.device for s in sources if _is_real_cuda(s.device, s)}:
+def _finish(copies: list[tuple[Tensor, torch.device]]) -> None:
+    """Wait, once a device, for the copies that did not: those to the host, and those from pinned
+    memory, which its owner may now write to."""
+    devices: set[torch.device] = set()
+    for source, target in copies:
+        if target.type == "cpu":
+            if _is_real_cuda(source.device, source):
+                devices.add(source.device)
+        elif (
+            target not in devices
+            and source.device.type == "cpu"
+            and _is_real_cuda(target, source)
+            and any(part.is_pinned() for part in plain_parts(source))
+        ):
+            devices.add(target)
+    for device in devices:
         torch.cuda.current_stream(device).synchronize()
 
 

@@ -22,6 +22,12 @@ _COPIES = {
     aten.copy_.default: 0,
 }
 _FOREACH_COPY = aten._foreach_copy_.default
+_INDEX_PUTS = {
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+    aten._unsafe_index_put.default,
+}
 _READ_BACK = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -126,13 +132,35 @@ def _non_blocking(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
 
 
 def _reads_back(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    if func in _INDEX_PUTS:
+        return _puts_where_it_finds(*args, **kwargs)
     tags = getattr(func, "tags", ())
     if not any(tag in tags for tag in _READ_BACK):
         return False
     if func is aten.index.Tensor:
-        return any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1]))
+        return any(map(_is_mask, _tensors(args[1])))
     # The caller said how large the result is.
     return kwargs.get("output_size") is None
+
+
+def _puts_where_it_finds(
+    self: torch.Tensor,
+    indices: Iterable[Any],
+    values: torch.Tensor,
+    accumulate: bool = False,
+    unsafe: bool = False,
+) -> bool:
+    """Whether an ``index_put`` asks where a mask is true: a single value of the host is filled in
+    without (canDispatchToMaskedFill, ATen/native/TensorAdvancedIndexingUtils.h)."""
+    given = list(_tensors(indices))
+    if not any(map(_is_mask, given)):
+        return False
+    fills = len(given) == 1 and given[0].device == self.device and not accumulate
+    return not (fills and values.numel() == 1 and values.device.type == "cpu")
+
+
+def _is_mask(index: torch.Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
