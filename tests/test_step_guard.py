@@ -470,3 +470,32 @@ def test_saves_of_a_forked_child(tmp_path: Path) -> None:
         loaded = {key: torch.zeros_like(value) for key, value in state.items()}
         dcp.load(loaded, storage_reader=FileSystemReader(tmp_path / name))
         assert all(torch.equal(loaded[key], state[key]) for key in state)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_optimizers_that_change_parameters_outside_of_step(tmp_path: Path, wrapped: bool) -> None:
+    """Schedule-free ones are in eval mode while they are saved, and go back right after."""
+    schedulefree = pytest.importorskip("schedulefree")
+    model = torch.nn.Linear(700, 700)
+    optimizer = (
+        schedulefree.ScheduleFreeWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+        if wrapped
+        else schedulefree.AdamWScheduleFree(model.parameters(), lr=0.1)
+    )
+    with engine(io_threads=1, max_pinned_bytes=256 << 20) as own:
+        stager = pyckpt.PinnedStager(engine=own, optimizers=[optimizer])
+        optimizer.train()
+        for turn in range(2):
+            for _ in range(3):
+                give_gradients(model)
+                optimizer.step()
+            optimizer.eval()
+            state = state_of(model)
+            before = frozen(state)
+            writer = writer_to(tmp_path / str(turn), stager=stager, engine=own)
+            with slowed(own):
+                future = dcp.async_save(state, storage_writer=writer)
+                optimizer.train()
+            future.result()
+            check_saved(before, tmp_path / str(turn))
+            assert not same(frozen(state), before)  # train did change it

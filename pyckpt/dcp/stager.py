@@ -56,7 +56,9 @@ class PinnedStager:
     ``optimizer.step()``, a replayed CUDA graph included, call ``wait_staged`` first.
 
     Args:
-        optimizers: those whose parameters and state nothing else changes in place.
+        optimizers: those whose parameters and state nothing else changes in place. Of such as have
+            a ``train`` of their own, as schedule-free ones do, all is copied at the call: that
+            changes parameters, too.
         when_busy: what a save with `DirectWriter` does whose state would fit the engine's memory,
             were it not for saves that are still under way: ``"wait"`` for them, ``"skip"`` this
             save (on all ranks; nothing is written, and a warning logged), or ``"error"``: fail with
@@ -256,10 +258,11 @@ class PinnedStager:
         return shape, leaves
 
     def _guarded_storages(self) -> _C.StorageSet | None:
-        if not self.optimizers:
+        guarded = [o for o in self.optimizers if not _changes_outside_of_step(o)]
+        if not guarded:
             return None
         storages = _C.StorageSet()
-        for optimizer in self.optimizers:
+        for optimizer in guarded:
             storages.add([group["params"] for group in optimizer.param_groups])
             # Some wrappers have no state of their own.
             storages.add(getattr(optimizer, "state", {}))
@@ -315,6 +318,15 @@ class PinnedStager:
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process has other optimizers, other memory, and nothing to stage.
         return _stager_of, (self.when_busy, self.shared_memory, self._engine)
+
+
+def _changes_outside_of_step(optimizer: Any) -> bool:
+    """Schedule-free optimizers change parameters in ``train`` and ``eval``, too, between which
+    programs save; those calls have no hooks."""
+    inner = getattr(optimizer, "optimizer", None)  # Accelerate gives any optimizer these methods
+    if isinstance(inner, torch.optim.Optimizer):
+        return _changes_outside_of_step(inner)
+    return callable(getattr(optimizer, "train", None))
 
 
 def _stager_of(when_busy: Any, shared_memory: bool, engine: Engine | None) -> PinnedStager:
