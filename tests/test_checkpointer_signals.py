@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _ranks import TIMEOUT_S
+import torch.distributed as dist
+from _ranks import TIMEOUT_S, ChildFailed, Pipe, run_child, run_ranks
+from _training import Run
 
+import pyckpt
 from pyckpt import Checkpointer
+from pyckpt.errors import SaveError
 from pyckpt.train.signals import StopSignals
 
 JOB = Path(__file__).with_name("_signal_job.py")
@@ -190,6 +194,85 @@ def test_a_second_signal_gives_up_at_once(tmp_path: Path) -> None:
         assert running.end() != 0
         assert running.of("end") == []
     assert newest(directory) is None
+
+
+# --- interrupts -----------------------------------------------------------------------------------
+
+
+class Interrupted:
+    """A part of the state that Ctrl-C is pressed on, once."""
+
+    def __init__(self) -> None:
+        self.left = 1
+
+    def state_dict(self) -> dict[str, int]:
+        if self.left:
+            self.left = 0
+            signal.raise_signal(signal.SIGINT)
+        return {"left": self.left}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.left = state["left"]
+
+
+def _interrupted_and_left(_pipe: Pipe, directory: Path) -> None:
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, {**Run().state, "extra": Interrupted()})
+
+
+def test_an_interrupted_save_does_not_hold_up_the_exit(tmp_path: Path) -> None:
+    with pytest.raises(ChildFailed) as info:
+        run_child(_interrupted_and_left, tmp_path)
+    assert isinstance(info.value.cause, KeyboardInterrupt)
+    assert newest(tmp_path) is None
+
+
+def _interrupted_on_one(directory: Path) -> tuple[str, int | None]:
+    run = Run()
+    state = {**run.state, "extra": Interrupted()}
+    with Checkpointer(directory) as checkpointer:
+        if dist.get_rank() == 1:
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.save(1, state)
+        else:
+            state["extra"].left = 0
+            checkpointer.save(1, state)
+        checkpointer._saver.wait()
+        with pytest.raises(SaveError) as info:
+            checkpointer.save(2, state)
+        checkpointer.save(2, state).wait()
+    return str(info.value), newest(directory)
+
+
+def test_a_save_that_one_rank_did_not_get_to_fails_for_all(tmp_path: Path) -> None:
+    for said, step in run_ranks(3, _interrupted_on_one, tmp_path):
+        assert "rank 1: interrupted: KeyboardInterrupt" in said
+        assert step == 2
+
+
+def _interrupted_late(_pipe: Pipe, directory: Path) -> None:
+    begun = threading.Event()
+    storage_meta = pyckpt.DirectWriter.storage_meta
+
+    def beginning(self: pyckpt.DirectWriter) -> Any:
+        begun.set()
+        return storage_meta(self)
+
+    def synchronize(_: pyckpt.DirectWriter) -> None:
+        assert begun.wait(60)
+        signal.raise_signal(signal.SIGINT)
+
+    pyckpt.DirectWriter.storage_meta = beginning  # type: ignore[method-assign]
+    pyckpt.DirectWriter.synchronize_staging = synchronize  # type: ignore[method-assign]
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, Run().state)
+
+
+def test_what_was_under_way_is_finished(tmp_path: Path) -> None:
+    with pytest.raises(ChildFailed) as info:
+        run_child(_interrupted_late, tmp_path)
+    assert isinstance(info.value.cause, KeyboardInterrupt)
+    assert newest(tmp_path) == 1
 
 
 # --- the handler ----------------------------------------------------------------------------------
