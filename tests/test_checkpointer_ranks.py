@@ -148,6 +148,46 @@ def test_one_rank_may_ask_for_a_save(tmp_path: Path) -> None:
     assert len(first) == 3
 
 
+def _requests_in_turn(directory: Path) -> int:
+    run = Run()
+    step = 0
+    with Checkpointer(directory) as checkpointer:
+        for who in (1, 1, 0, 1, 0):
+            if dist.get_rank() == who:
+                checkpointer.request_save()
+            step = _until_saved(checkpointer, run, step)
+    return step
+
+
+def _until_saved(checkpointer: Checkpointer, run: Run, step: int) -> int:
+    """Train until something is saved, but not for ever; commit it."""
+    for at in range(step + 1, step + 20_000):
+        if _loop(checkpointer, run, range(at, at + 1)):
+            checkpointer._saver.wait()
+            return at
+    raise AssertionError("nothing was saved")
+
+
+def test_ranks_may_ask_in_turn(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _requests_in_turn, tmp_path)
+    assert first == second
+
+
+def _minutes_after_a_request(directory: Path) -> int:
+    run = Run()
+    with Checkpointer(directory, every_minutes=60) as checkpointer:
+        if dist.get_rank() == 1:
+            checkpointer.request_save()
+        step = _until_saved(checkpointer, run, 0)
+        checkpointer._last_save -= 3600.0
+        return _until_saved(checkpointer, run, step)
+
+
+def test_the_clock_goes_on_after_a_request(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _minutes_after_a_request, tmp_path)
+    assert first == second
+
+
 def _minutes(directory: Path) -> list[int]:
     run = Run()
     # By the clocks of the others it would be due at every step.

@@ -116,8 +116,8 @@ class Checkpointer:
         self._skipped = 0
         self._restore_seconds = 0.0
 
-        # Guarded by the lock.
-        self._lock = threading.Lock()
+        # Guarded by the lock, which a handler of a signal may find its own thread to hold.
+        self._lock = threading.RLock()
         self._requests = 0
         self._stops = 0
         self._last_save = time.monotonic()
@@ -238,7 +238,7 @@ class Checkpointer:
     def request_save(self) -> None:
         """Ask for a save at one of the next steps, on all ranks. Any rank and thread may."""
         with self._lock:
-            self._requests += 1
+            self._ask()
 
     def request_stop(self) -> None:
         """Do as a signal does. Any rank and thread may."""
@@ -258,16 +258,21 @@ class Checkpointer:
         only, in the same step on all ranks."""
         return self._stop_requested
 
+    def _ask(self) -> None:
+        # The count that all ranks know is the largest of theirs: to be new, this one must be larger
+        # than what was served for others.
+        self._requests = max(self._requests, self._served) + 1
+
     def _facts(self) -> Facts:
         """What this rank knows; called by the thread that talks to the others."""
         with self._lock:
             since = time.monotonic() - self._last_save
             if (
                 self._ranks.rank == 0
-                and self._requests == self._served
+                and self._requests <= self._served
                 and self._policy.due_after(since)
             ):
-                self._requests += 1
+                self._ask()
             saved, failed = self._saver.counts()
             return Facts(
                 stops=int(self._stops or self._signals.received),
