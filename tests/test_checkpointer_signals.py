@@ -325,6 +325,43 @@ def test_a_handler_that_came_later_stays() -> None:
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
 
 
+def _forked(_pipe: Pipe) -> int:
+    signals = StopSignals(["SIGTERM"])
+    reading, writing = os.pipe()
+    ready, begun = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.write(begun, b"1")  # what comes before this Python forgets
+        os.read(reading, 1)  # until the signal, or the end of the parent
+        os._exit(0)
+    os.read(ready, 1)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert not signals.received
+    signal.raise_signal(signal.SIGTERM)
+    assert signals.received
+    signals.close()
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_processes_that_are_forked_can_be_terminated() -> None:
+    assert run_child(_forked) == -signal.SIGTERM
+
+
+def test_a_handler_may_ask_for_a_save(tmp_path: Path) -> None:
+    run_child(_asks_in_a_handler, tmp_path)
+    assert newest(tmp_path) == 1
+
+
+def _asks_in_a_handler(_pipe: Pipe, directory: Path) -> None:
+    with Checkpointer(directory) as checkpointer:
+        signal.signal(signal.SIGUSR1, lambda *_: checkpointer.request_save())
+        with checkpointer._lock:  # as any call of this thread may
+            signal.raise_signal(signal.SIGUSR1)
+        checkpointer.step(1, Run().state)
+
+
 def test_other_threads_cannot_handle_signals(tmp_path: Path) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
