@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -482,6 +484,39 @@ def test_pruning_that_fails_does_not_fail_the_training(
         checkpointer.save(2, run.state)
     assert "was not removed" in caplog.text
     assert steps_in(tmp_path) == [1, 2]
+
+
+# The save is committed only once Python takes no more work for threads.
+LEFT_OPEN = """
+import concurrent.futures.thread, sys, threading
+import torch
+import pyckpt
+
+ending = threading.Event()
+threading._register_atexit(ending.set)
+finish = pyckpt.DirectWriter.finish
+
+def late(*arguments):
+    ending.wait()
+    while not concurrent.futures.thread._shutdown:
+        pass
+    finish(*arguments)
+
+pyckpt.DirectWriter.finish = late
+checkpointer = pyckpt.Checkpointer(sys.argv[1], keep_last=1)
+handle = checkpointer.save(1, {"model": {"w": torch.ones(3)}})
+handle.committed.add_done_callback(lambda committed: print("committed", committed.result()))
+"""
+
+
+def test_a_save_that_outlives_the_program(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.stdout == f"committed {tmp_path / 'step-00000001'}\n", ended.stderr
 
 
 # --- stopping -------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +305,86 @@ def test_the_failure_of_one_is_raised_on_all_at_the_same_step(
     for _, told, steps in results:
         assert {"writing": "No space", "state": "no state on this rank"}[where] in told
         assert steps == [10, 1_000_000]
+
+
+class Unmakeable(RuntimeError):
+    """Cannot be made again from its arguments, as pickle does."""
+
+    def __init__(self, code: int, what: str) -> None:
+        super().__init__(f"{what} ({code})")
+
+
+class UnmakeableOSError(OSError):
+    def __init__(self, *, what: str) -> None:
+        super().__init__(28, what, "somewhere")
+
+
+class UnmakeableSaveError(SaveError):
+    def __init__(self, code: int, what: str) -> None:
+        super().__init__(f"{what} ({code})")
+
+
+def _unpicklable() -> RuntimeError:
+    error = RuntimeError("no state today")
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    return error
+
+
+_ODD: dict[str, Callable[[], Exception]] = {
+    "Unmakeable": lambda: Unmakeable(7, "no state today"),
+    "UnmakeableOSError": lambda: UnmakeableOSError(what="no state today"),
+    "UnmakeableSaveError": lambda: UnmakeableSaveError(7, "no state today"),
+    "RuntimeError": _unpicklable,
+}
+
+
+class Odd:
+    """A part of the state that fails in its own way, in the call or when it is written."""
+
+    def __init__(self, which: str, when: str) -> None:
+        self.which = which
+        self.when = when
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.when == "called":
+            raise _ODD[self.which]()
+        return {"odd": self if self.when == "written" else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def __reduce__(self) -> Any:
+        raise _ODD[self.which]()
+
+    def __deepcopy__(self, memo: Any) -> Odd:
+        return self
+
+
+def _odd_errors(directory: Path, when: str, who: int | None) -> list[BaseException | None]:
+    run = Run()
+    found: list[BaseException | None] = []
+    torch.serialization.add_safe_globals([Odd])
+    with Checkpointer(directory) as checkpointer:
+        for number, which in enumerate(_ODD):
+            odd = Odd(which, when if who in (None, dist.get_rank()) else "")
+            handle = checkpointer.save(number, {**run.state, "odd": odd})
+            found.append(handle.committed.exception(timeout=30))
+            with suppress(OSError, SaveError):
+                checkpointer._saver.raise_failure()
+        checkpointer.save(99, {**run.state, "odd": Odd("", "")}).wait()
+        assert steps_of(checkpointer) == [99]
+    return found
+
+
+@pytest.mark.parametrize(("when", "who"), [("called", 0), ("called", 1), ("written", None)])
+def test_errors_of_one_rank_that_do_not_pickle(when: str, who: int | None, tmp_path: Path) -> None:
+    for found in run_ranks(2, _odd_errors, tmp_path, when, who):
+        for which, error in zip(_ODD, found, strict=True):
+            assert type(error) in (OSError, SaveError), error
+            assert isinstance(error, OSError) == (which == "UnmakeableOSError")
+            assert f"{which}: " in str(error)
+            assert "no state today" in str(error)
+            assert f"rank {'' if who is None else who}" in str(error)
 
 
 # --- restoring ------------------------------------------------------------------------------------

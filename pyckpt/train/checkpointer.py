@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -296,7 +297,8 @@ class Checkpointer:
         self._restorer.distrusted.discard(handle.step)
         self._stopwatch.committed(handle.seconds)
         if self._ranks.rank == 0:
-            self._pruner.submit(self._prune, handle.step)
+            with suppress(RuntimeError):  # the interpreter is ending; the next run prunes
+                self._pruner.submit(self._prune, handle.step)
 
     def _tell_skipped(self, step: int) -> None:
         assert self._saver.handle is not None

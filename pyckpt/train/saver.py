@@ -12,11 +12,11 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from pyckpt.dcp.failures import error_of
+from pyckpt.dcp.failures import error_of, said
 from pyckpt.dcp.save_planner import SavePlanner
 from pyckpt.dcp.stager import PinnedStager
 from pyckpt.engine import Engine
-from pyckpt.errors import SaveError
+from pyckpt.errors import PyckptError, SaveError
 from pyckpt.train.app_state import AppState
 from pyckpt.train.catalog import NOTE_KEY, Catalog, note
 from pyckpt.train.handle import ReportingWriter, SaveHandle
@@ -218,10 +218,8 @@ class Saver:
     def _end(self, number: int, handle: SaveHandle, done: Future[None]) -> None:
         """A save ended. Called by the thread that made it."""
         failure = done.exception()
-        if isinstance(failure, CheckpointException):
-            failure = error_of(
-                failure, alone=self._ranks.size == 1, kind=SaveError, doing=f"saving {handle.path}"
-            )
+        if failure is not None:
+            failure = self._failure_of(failure, handle)
         self.writing.discard(handle.step)
         with self._lock:
             if failure is not None:
@@ -233,6 +231,24 @@ class Saver:
             self._stager.take_failure()  # which would make the next save fail: we tell of it here
             handle.fail(failure)
             return
-        self._on_commit(handle)
-        self._written(handle)  # a rank that had nothing to write did not say so
+        try:
+            self._on_commit(handle)
+            self._written(handle)  # a rank that had nothing to write did not say so
+        except Exception:
+            _logger.exception("%s is committed; what comes after that failed", handle.path)
         handle.reached("committed", handle.path)
+
+    def _failure_of(self, error: BaseException, handle: SaveHandle) -> BaseException:
+        """What to tell of what DCP raised."""
+        doing = f"saving {handle.path}"
+        if isinstance(error, CheckpointException):
+            alone = self._ranks.size == 1
+            try:
+                return error_of(error, alone=alone, kind=SaveError, doing=doing)
+            except Exception as other:  # errors of others may be anything, and do anything
+                error = other
+        if isinstance(error, OSError | PyckptError) or not isinstance(error, Exception):
+            return error
+        failure = SaveError(f"{doing} failed: {said(error)}")
+        failure.__cause__ = error
+        return failure

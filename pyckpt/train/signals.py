@@ -63,13 +63,14 @@ class StopSignals:
         return self._first is not None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = self._clock()
-        forked = os.getpid() != self._pid
-        if self._first is None and not forked:
-            self._first = now
-        elif forked or now - self._first >= _SAME_SIGNAL_SECONDS:
-            self.close()
-            os.kill(os.getpid(), number)
+        if os.getpid() == self._pid:
+            now = self._clock()
+            if self._first is None:
+                self._first = now
+            if now - self._first < _SAME_SIGNAL_SECONDS:
+                return
+        self.close()
+        os.kill(os.getpid(), number)
 
     def close(self) -> None:
         """Put back what handled the signals before. Idempotent."""
