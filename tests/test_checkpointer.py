@@ -457,6 +457,25 @@ def test_keep_best_and_protect(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [2, 6]
 
 
+def test_what_is_protected_while_others_go_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rmdir = os.rmdir
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, Run().state)
+    checkpointer = Checkpointer(tmp_path, keep_last=1)
+
+    def removed(path: Path) -> None:
+        rmdir(path)
+        checkpointer.protect(2)
+
+    monkeypatch.setattr(os, "rmdir", removed)
+    with checkpointer:
+        checkpointer.save(4, Run().state)
+    assert steps_in(tmp_path) == [2, 4]
+
+
 def test_only_what_is_committed_makes_others_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -475,7 +494,7 @@ def test_pruning_that_fails_does_not_fail_the_training(
 ) -> None:
     run = Run()
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr("pyckpt.train.retention.remove", refuse)

@@ -29,7 +29,7 @@ from pyckpt.train.pieces import verify
 from pyckpt.train.policy import Policy
 from pyckpt.train.ranks import Ranks
 from pyckpt.train.restorer import Restorer
-from pyckpt.train.retention import Best, Retention, prune
+from pyckpt.train.retention import Best, Protected, Retention, prune
 from pyckpt.train.saver import Saver
 from pyckpt.train.signals import StopSignals
 from pyckpt.train.statistics import CheckpointerStatistics, Stopwatch
@@ -124,7 +124,7 @@ class Checkpointer:
         self._last_save = time.monotonic()
         self._pruned = 0
 
-        self._protected: dict[int, int] = {}  # how often each step is
+        self._protected = Protected()
 
         self._signals = StopSignals(on_signals)
         if not (dist.is_available() and dist.is_initialized()):
@@ -373,16 +373,17 @@ class Checkpointer:
 
     def protect(self, step: int) -> Protection:
         """Keep the checkpoint of a step from being pruned, until ``release`` of what is returned,
-        or the end of the ``with`` block that it is used in. Counts on rank 0."""
+        or the end of the ``with`` block that it is used in. Counts on rank 0. Of a checkpoint that
+        is there after the call, nothing is removed."""
         return Protection(self._protected, step)
 
     def _prune(self, committed: int) -> None:
         """Runs on rank 0, in a thread, after each commit; prunes take turns."""
-        protected = {committed, *self._protected}
         removed = prune(
             self._catalog,
             self._retention,
-            protected=protected,
+            committed=(committed,),
+            protected=self._protected,
             distrusted=tuple(self._restorer.distrusted),
             busy=self._saver.writing,
         )
@@ -534,19 +535,17 @@ class Checkpointer:
 class Protection:
     """Keeps a checkpoint from being pruned; see ``Checkpointer.protect``."""
 
-    def __init__(self, protected: dict[int, int], step: int) -> None:
+    def __init__(self, protected: Protected, step: int) -> None:
         self._protected = protected
         self._step = step
         self._held = True
-        protected[step] = protected.get(step, 0) + 1
+        protected.add(step)
 
     def release(self) -> None:
         """Let go. Idempotent."""
         if self._held:
             self._held = False
-            self._protected[self._step] -= 1
-            if not self._protected[self._step]:
-                del self._protected[self._step]
+            self._protected.discard(self._step)
 
     def __enter__(self) -> Protection:
         return self
