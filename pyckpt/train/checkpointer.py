@@ -412,8 +412,9 @@ class Checkpointer:
         Args:
             path: a directory; made where missing. Gets ``model.safetensors`` or
                 ``pytorch_model.bin``; or, where there are several files, these with numbers, and
-                the index that Hugging Face's loaders look for. Exports that were there before are
-                replaced.
+                the index that Hugging Face's loaders look for. An export of the same format that
+                was there before is replaced when all of the new one is written, so there must be
+                room for both.
             step: the checkpoint; default the newest valid one.
             format: "safetensors", or "torch" for ``torch.load``.
             key: the name in the state of what to export. Its tensors are written under the names
