@@ -274,6 +274,25 @@ def test_a_failed_save_is_raised_once_by_the_next_call(
     assert steps_in(tmp_path) == [1, 4]
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_step_that_raised_may_be_repeated(
+    by_hand: bool, tmp_path: Path, full_disk: pytest.MonkeyPatch
+) -> None:
+    run = Run().to(2)
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        failed = checkpointer.save(2 if by_hand else 1, run.state)
+        assert isinstance(failed.committed.exception(timeout=60), OSError)
+        full_disk.undo()
+        with pytest.raises(OSError, match="No space"):
+            checkpointer.step(2, run.state)
+        handle = checkpointer.step(2, run.state)
+        assert handle is not None
+        handle.wait()
+        with pytest.raises(ValueError, match="must be larger"):
+            checkpointer.step(2, run.state)
+    assert steps_in(tmp_path) == [2]
+
+
 def _no_space(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left on device", "somewhere")
 
@@ -418,6 +437,40 @@ def test_a_step_that_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         resumed(tmp_path, step=2)
 
 
+def test_going_back(tmp_path: Path) -> None:
+    run = Run()
+    with Checkpointer(
+        tmp_path, every_steps=1, keep_last=2, keep_every=4, when_busy="wait"
+    ) as checkpointer:
+        run.to(8, checkpointer)
+        checkpointer._saver.wait()
+        checkpointer._pruner.submit(int).result(60)
+        assert [c.step for c in checkpointer.checkpoints()] == [4, 7, 8]
+        assert checkpointer.restore(run.state, step=4) == 4
+        with pytest.raises(ValueError, match="must be larger"):
+            checkpointer.step(4, run.state)
+        run.to(6, checkpointer, start=5)
+        checkpointer._saver.wait()
+        checkpointer._pruner.submit(int).result(60)
+        # 7 and 8 take nothing from 5 and 6, and stay until they are saved again.
+        assert [c.step for c in checkpointer.checkpoints()] == [4, 5, 6, 7, 8]
+        run.to(7, checkpointer, start=7)
+        checkpointer._saver.wait()
+        checkpointer._pruner.submit(int).result(60)
+        assert [c.step for c in checkpointer.checkpoints()] == [4, 6, 7, 8]
+    assert resumed(tmp_path, step=7)[1].equals(run)
+
+
+def test_the_step_that_was_saved_last_is_saved_again_after_going_back(tmp_path: Path) -> None:
+    run = Run().to(1)
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        checkpointer.save(1, run.state)
+        checkpointer.save(2, Run().to(9).state)
+        checkpointer.restore(run.state, step=1)
+        run.to(2, checkpointer, start=2)
+    assert resumed(tmp_path)[1].equals(Run().to(2))
+
+
 def test_a_state_that_does_not_fit_is_no_reason_to_go_back(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     run = Run()
@@ -455,6 +508,20 @@ def test_keep_best_and_protect(tmp_path: Path) -> None:
         protection.release()
         checkpointer.save(6, run.state)
     assert steps_in(tmp_path) == [2, 6]
+
+
+@pytest.mark.parametrize(
+    "options", [{"keep_every": 2}, {"keep_best": ("loss", 1, "min")}, {"keep_last": 1}, {}]
+)
+def test_what_keeps_all_says_so(
+    options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(tmp_path, **options) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, Run().state, metrics={"loss": 1.0})
+    all_are_kept = "keep_last" not in options
+    assert steps_in(tmp_path) == ([1, 2, 3] if all_are_kept else [3])
+    assert ("keeps all checkpoints" in caplog.text) == (all_are_kept and options != {})
 
 
 def test_what_is_protected_while_others_go_stays(

@@ -175,6 +175,22 @@ def test_ranks_may_ask_in_turn(tmp_path: Path) -> None:
     assert first == second
 
 
+def _requests_after_going_back(directory: Path) -> int:
+    run = Run()
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(10, run.state).wait()
+        checkpointer.step(1_000_000, run.state)
+        assert checkpointer.restore(run.state, step=10) == 10
+        if dist.get_rank() == 1:
+            checkpointer.request_save()
+        return _until_saved(checkpointer, run, 10)
+
+
+def test_requests_after_going_back(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _requests_after_going_back, tmp_path)
+    assert first == second < 1_000_000
+
+
 def _minutes_after_a_request(directory: Path) -> int:
     run = Run()
     with Checkpointer(directory, every_minutes=60) as checkpointer:
