@@ -180,9 +180,14 @@ def _requests_after_going_back(directory: Path) -> int:
     with Checkpointer(directory) as checkpointer:
         checkpointer.save(10, run.state).wait()
         checkpointer.step(1_000_000, run.state)
-        assert checkpointer.restore(run.state, step=10) == 10
         if dist.get_rank() == 1:
             checkpointer.request_save()
+        agreement: Any = checkpointer._agreement
+        with agreement._condition:  # until it is known from when on the request counts
+            assert agreement._condition.wait_for(
+                lambda: any(facts.requests for _, facts in agreement._coming), 60
+            )
+        assert checkpointer.restore(run.state, step=10) == 10
         return _until_saved(checkpointer, run, 10)
 
 

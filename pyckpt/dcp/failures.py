@@ -72,8 +72,8 @@ def error_of(
 ) -> BaseException:
     """What to raise for DCP's `CheckpointException`, which is no `Exception`.
 
-    One kind of error that callers can act on keeps its class; anything else is a ``kind``. The
-    errors of all ranks are chained to it.
+    One kind of error that callers can act on keeps its class, or the one above it that is built in
+    or ours; anything else is a ``kind``. The errors of all ranks are chained to it.
     """
     errors = {rank: _unwrapped(error) for rank, (error, _) in sorted(failure.failures.items())}
     first = next(iter(errors.values()))
