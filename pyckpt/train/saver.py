@@ -104,7 +104,8 @@ class Saver:
     def start(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], *, final: bool
     ) -> SaveHandle:
-        """Start to save. Waits for a save that is under way. Raises nothing: the handle does."""
+        """Start to save. Waits for a save that is under way. Raises nothing but interrupts: the
+        handle does."""
         self.wait()
         handle = SaveHandle(step, self._catalog.path(step))
         number = self.started + 1
