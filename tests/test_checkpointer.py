@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -272,6 +274,25 @@ def test_a_failed_save_is_raised_once_by_the_next_call(
     assert steps_in(tmp_path) == [1, 4]
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_step_that_raised_may_be_repeated(
+    by_hand: bool, tmp_path: Path, full_disk: pytest.MonkeyPatch
+) -> None:
+    run = Run().to(2)
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        failed = checkpointer.save(2 if by_hand else 1, run.state)
+        assert isinstance(failed.committed.exception(timeout=60), OSError)
+        full_disk.undo()
+        with pytest.raises(OSError, match="No space"):
+            checkpointer.step(2, run.state)
+        handle = checkpointer.step(2, run.state)
+        assert handle is not None
+        handle.wait()
+        with pytest.raises(ValueError, match="must be larger"):
+            checkpointer.step(2, run.state)
+    assert steps_in(tmp_path) == [2]
+
+
 def _no_space(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left on device", "somewhere")
 
@@ -416,6 +437,40 @@ def test_a_step_that_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         resumed(tmp_path, step=2)
 
 
+def test_going_back(tmp_path: Path) -> None:
+    run = Run()
+    with Checkpointer(
+        tmp_path, every_steps=1, keep_last=2, keep_every=4, when_busy="wait"
+    ) as checkpointer:
+        run.to(8, checkpointer)
+        checkpointer._saver.wait()
+        checkpointer._pruner.submit(int).result(60)
+        assert [c.step for c in checkpointer.checkpoints()] == [4, 7, 8]
+        assert checkpointer.restore(run.state, step=4) == 4
+        with pytest.raises(ValueError, match="must be larger"):
+            checkpointer.step(4, run.state)
+        run.to(6, checkpointer, start=5)
+        checkpointer._saver.wait()
+        checkpointer._pruner.submit(int).result(60)
+        # 7 and 8 take nothing from 5 and 6, and stay until they are saved again.
+        assert [c.step for c in checkpointer.checkpoints()] == [4, 5, 6, 7, 8]
+        run.to(7, checkpointer, start=7)
+        checkpointer._saver.wait()
+        checkpointer._pruner.submit(int).result(60)
+        assert [c.step for c in checkpointer.checkpoints()] == [4, 6, 7, 8]
+    assert resumed(tmp_path, step=7)[1].equals(run)
+
+
+def test_the_step_that_was_saved_last_is_saved_again_after_going_back(tmp_path: Path) -> None:
+    run = Run().to(1)
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        checkpointer.save(1, run.state)
+        checkpointer.save(2, Run().to(9).state)
+        checkpointer.restore(run.state, step=1)
+        run.to(2, checkpointer, start=2)
+    assert resumed(tmp_path)[1].equals(Run().to(2))
+
+
 def test_a_state_that_does_not_fit_is_no_reason_to_go_back(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     run = Run()
@@ -455,6 +510,39 @@ def test_keep_best_and_protect(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [2, 6]
 
 
+@pytest.mark.parametrize(
+    "options", [{"keep_every": 2}, {"keep_best": ("loss", 1, "min")}, {"keep_last": 1}, {}]
+)
+def test_what_keeps_all_says_so(
+    options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(tmp_path, **options) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, Run().state, metrics={"loss": 1.0})
+    all_are_kept = "keep_last" not in options
+    assert steps_in(tmp_path) == ([1, 2, 3] if all_are_kept else [3])
+    assert ("keeps all checkpoints" in caplog.text) == (all_are_kept and options != {})
+
+
+def test_what_is_protected_while_others_go_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rmdir = os.rmdir
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, Run().state)
+    checkpointer = Checkpointer(tmp_path, keep_last=1)
+
+    def removed(path: Path) -> None:
+        rmdir(path)
+        checkpointer.protect(2)
+
+    monkeypatch.setattr(os, "rmdir", removed)
+    with checkpointer:
+        checkpointer.save(4, Run().state)
+    assert steps_in(tmp_path) == [2, 4]
+
+
 def test_only_what_is_committed_makes_others_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,7 +561,7 @@ def test_pruning_that_fails_does_not_fail_the_training(
 ) -> None:
     run = Run()
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr("pyckpt.train.retention.remove", refuse)
@@ -482,6 +570,39 @@ def test_pruning_that_fails_does_not_fail_the_training(
         checkpointer.save(2, run.state)
     assert "was not removed" in caplog.text
     assert steps_in(tmp_path) == [1, 2]
+
+
+# The save is committed only once Python takes no more work for threads.
+LEFT_OPEN = """
+import concurrent.futures.thread, sys, threading
+import torch
+import pyckpt
+
+ending = threading.Event()
+threading._register_atexit(ending.set)
+finish = pyckpt.DirectWriter.finish
+
+def late(*arguments):
+    ending.wait()
+    while not concurrent.futures.thread._shutdown:
+        pass
+    finish(*arguments)
+
+pyckpt.DirectWriter.finish = late
+checkpointer = pyckpt.Checkpointer(sys.argv[1], keep_last=1)
+handle = checkpointer.save(1, {"model": {"w": torch.ones(3)}})
+handle.committed.add_done_callback(lambda committed: print("committed", committed.result()))
+"""
+
+
+def test_a_save_that_outlives_the_program(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.stdout == f"committed {tmp_path / 'step-00000001'}\n", ended.stderr
 
 
 # --- stopping -------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +150,67 @@ def test_one_rank_may_ask_for_a_save(tmp_path: Path) -> None:
     assert len(first) == 3
 
 
+def _requests_in_turn(directory: Path) -> int:
+    run = Run()
+    step = 0
+    with Checkpointer(directory) as checkpointer:
+        for who in (1, 1, 0, 1, 0):
+            if dist.get_rank() == who:
+                checkpointer.request_save()
+            step = _until_saved(checkpointer, run, step)
+    return step
+
+
+def _until_saved(checkpointer: Checkpointer, run: Run, step: int) -> int:
+    """Train until something is saved, but not for ever; commit it."""
+    for at in range(step + 1, step + 20_000):
+        if _loop(checkpointer, run, range(at, at + 1)):
+            checkpointer._saver.wait()
+            return at
+    raise AssertionError("nothing was saved")
+
+
+def test_ranks_may_ask_in_turn(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _requests_in_turn, tmp_path)
+    assert first == second
+
+
+def _requests_after_going_back(directory: Path) -> int:
+    run = Run()
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(10, run.state).wait()
+        checkpointer.step(1_000_000, run.state)
+        if dist.get_rank() == 1:
+            checkpointer.request_save()
+        agreement: Any = checkpointer._agreement
+        with agreement._condition:  # until it is known from when on the request counts
+            assert agreement._condition.wait_for(
+                lambda: any(facts.requests for _, facts in agreement._coming), 60
+            )
+        assert checkpointer.restore(run.state, step=10) == 10
+        return _until_saved(checkpointer, run, 10)
+
+
+def test_requests_after_going_back(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _requests_after_going_back, tmp_path)
+    assert first == second < 1_000_000
+
+
+def _minutes_after_a_request(directory: Path) -> int:
+    run = Run()
+    with Checkpointer(directory, every_minutes=60) as checkpointer:
+        if dist.get_rank() == 1:
+            checkpointer.request_save()
+        step = _until_saved(checkpointer, run, 0)
+        checkpointer._last_save -= 3600.0
+        return _until_saved(checkpointer, run, step)
+
+
+def test_the_clock_goes_on_after_a_request(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _minutes_after_a_request, tmp_path)
+    assert first == second
+
+
 def _minutes(directory: Path) -> list[int]:
     run = Run()
     # By the clocks of the others it would be due at every step.
@@ -263,6 +326,86 @@ def test_the_failure_of_one_is_raised_on_all_at_the_same_step(
     for _, told, steps in results:
         assert {"writing": "No space", "state": "no state on this rank"}[where] in told
         assert steps == [10, 1_000_000]
+
+
+class Unmakeable(RuntimeError):
+    """Cannot be made again from its arguments, as pickle does."""
+
+    def __init__(self, code: int, what: str) -> None:
+        super().__init__(f"{what} ({code})")
+
+
+class UnmakeableOSError(OSError):
+    def __init__(self, *, what: str) -> None:
+        super().__init__(28, what, "somewhere")
+
+
+class UnmakeableSaveError(SaveError):
+    def __init__(self, code: int, what: str) -> None:
+        super().__init__(f"{what} ({code})")
+
+
+def _unpicklable() -> RuntimeError:
+    error = RuntimeError("no state today")
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    return error
+
+
+_ODD: dict[str, Callable[[], Exception]] = {
+    "Unmakeable": lambda: Unmakeable(7, "no state today"),
+    "UnmakeableOSError": lambda: UnmakeableOSError(what="no state today"),
+    "UnmakeableSaveError": lambda: UnmakeableSaveError(7, "no state today"),
+    "RuntimeError": _unpicklable,
+}
+
+
+class Odd:
+    """A part of the state that fails in its own way, in the call or when it is written."""
+
+    def __init__(self, which: str, when: str) -> None:
+        self.which = which
+        self.when = when
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.when == "called":
+            raise _ODD[self.which]()
+        return {"odd": self if self.when == "written" else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def __reduce__(self) -> Any:
+        raise _ODD[self.which]()
+
+    def __deepcopy__(self, memo: Any) -> Odd:
+        return self
+
+
+def _odd_errors(directory: Path, when: str, who: int | None) -> list[BaseException | None]:
+    run = Run()
+    found: list[BaseException | None] = []
+    torch.serialization.add_safe_globals([Odd])
+    with Checkpointer(directory) as checkpointer:
+        for number, which in enumerate(_ODD):
+            odd = Odd(which, when if who in (None, dist.get_rank()) else "")
+            handle = checkpointer.save(number, {**run.state, "odd": odd})
+            found.append(handle.committed.exception(timeout=30))
+            with suppress(OSError, SaveError):
+                checkpointer._saver.raise_failure()
+        checkpointer.save(99, {**run.state, "odd": Odd("", "")}).wait()
+        assert steps_of(checkpointer) == [99]
+    return found
+
+
+@pytest.mark.parametrize(("when", "who"), [("called", 0), ("called", 1), ("written", None)])
+def test_errors_of_one_rank_that_do_not_pickle(when: str, who: int | None, tmp_path: Path) -> None:
+    for found in run_ranks(2, _odd_errors, tmp_path, when, who):
+        for which, error in zip(_ODD, found, strict=True):
+            assert type(error) in (OSError, SaveError), error
+            assert isinstance(error, OSError) == (which == "UnmakeableOSError")
+            assert f"{which}: " in str(error)
+            assert "no state today" in str(error)
+            assert f"rank {'' if who is None else who}" in str(error)
 
 
 # --- restoring ------------------------------------------------------------------------------------

@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _ranks import TIMEOUT_S
+import torch.distributed as dist
+from _ranks import TIMEOUT_S, ChildFailed, Pipe, run_child, run_ranks
+from _training import Run
 
+import pyckpt
 from pyckpt import Checkpointer
+from pyckpt.errors import SaveError
 from pyckpt.train.signals import StopSignals
 
 JOB = Path(__file__).with_name("_signal_job.py")
@@ -192,6 +196,85 @@ def test_a_second_signal_gives_up_at_once(tmp_path: Path) -> None:
     assert newest(directory) is None
 
 
+# --- interrupts -----------------------------------------------------------------------------------
+
+
+class Interrupted:
+    """A part of the state that Ctrl-C is pressed on, once."""
+
+    def __init__(self) -> None:
+        self.left = 1
+
+    def state_dict(self) -> dict[str, int]:
+        if self.left:
+            self.left = 0
+            signal.raise_signal(signal.SIGINT)
+        return {"left": self.left}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.left = state["left"]
+
+
+def _interrupted_and_left(_pipe: Pipe, directory: Path) -> None:
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, {**Run().state, "extra": Interrupted()})
+
+
+def test_an_interrupted_save_does_not_hold_up_the_exit(tmp_path: Path) -> None:
+    with pytest.raises(ChildFailed) as info:
+        run_child(_interrupted_and_left, tmp_path)
+    assert isinstance(info.value.cause, KeyboardInterrupt)
+    assert newest(tmp_path) is None
+
+
+def _interrupted_on_one(directory: Path) -> tuple[str, int | None]:
+    run = Run()
+    state = {**run.state, "extra": Interrupted()}
+    with Checkpointer(directory) as checkpointer:
+        if dist.get_rank() == 1:
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.save(1, state)
+        else:
+            state["extra"].left = 0
+            checkpointer.save(1, state)
+        checkpointer._saver.wait()
+        with pytest.raises(SaveError) as info:
+            checkpointer.save(2, state)
+        checkpointer.save(2, state).wait()
+    return str(info.value), newest(directory)
+
+
+def test_a_save_that_one_rank_did_not_get_to_fails_for_all(tmp_path: Path) -> None:
+    for said, step in run_ranks(3, _interrupted_on_one, tmp_path):
+        assert "rank 1: interrupted: KeyboardInterrupt" in said
+        assert step == 2
+
+
+def _interrupted_late(_pipe: Pipe, directory: Path) -> None:
+    begun = threading.Event()
+    storage_meta = pyckpt.DirectWriter.storage_meta
+
+    def beginning(self: pyckpt.DirectWriter) -> Any:
+        begun.set()
+        return storage_meta(self)
+
+    def synchronize(_: pyckpt.DirectWriter) -> None:
+        assert begun.wait(60)
+        signal.raise_signal(signal.SIGINT)
+
+    pyckpt.DirectWriter.storage_meta = beginning  # type: ignore[method-assign]
+    pyckpt.DirectWriter.synchronize_staging = synchronize  # type: ignore[method-assign]
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, Run().state)
+
+
+def test_what_was_under_way_is_finished(tmp_path: Path) -> None:
+    with pytest.raises(ChildFailed) as info:
+        run_child(_interrupted_late, tmp_path)
+    assert isinstance(info.value.cause, KeyboardInterrupt)
+    assert newest(tmp_path) == 1
+
+
 # --- the handler ----------------------------------------------------------------------------------
 
 
@@ -240,6 +323,43 @@ def test_a_handler_that_came_later_stays() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signals.close()
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+
+
+def _forked(_pipe: Pipe) -> int:
+    signals = StopSignals(["SIGTERM"])
+    reading, writing = os.pipe()
+    ready, begun = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.write(begun, b"1")  # what comes before this Python forgets
+        os.read(reading, 1)  # until the signal, or the end of the parent
+        os._exit(0)
+    os.read(ready, 1)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert not signals.received
+    signal.raise_signal(signal.SIGTERM)
+    assert signals.received
+    signals.close()
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_processes_that_are_forked_can_be_terminated() -> None:
+    assert run_child(_forked) == -signal.SIGTERM
+
+
+def test_a_handler_may_ask_for_a_save(tmp_path: Path) -> None:
+    run_child(_asks_in_a_handler, tmp_path)
+    assert newest(tmp_path) == 1
+
+
+def _asks_in_a_handler(_pipe: Pipe, directory: Path) -> None:
+    with Checkpointer(directory) as checkpointer:
+        signal.signal(signal.SIGUSR1, lambda *_: checkpointer.request_save())
+        with checkpointer._lock:  # as any call of this thread may
+            signal.raise_signal(signal.SIGUSR1)
+        checkpointer.step(1, Run().state)
 
 
 def test_other_threads_cannot_handle_signals(tmp_path: Path) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _ranks import Pipe, run_child, run_ranks
+from _ranks import Child, Pipe, run_child, run_ranks
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -123,6 +125,112 @@ def test_an_export_replaces_another(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
     export(checkpoint, tmp_path / "out", max_shard_size="100KB")
     assert "model.safetensors" not in os.listdir(tmp_path / "out")
+
+
+def other_model() -> dict[str, torch.Tensor]:
+    """The same names and shapes, and other values."""
+    return {name: ~t if t.dtype == torch.bool else t + 1 for name, t in model().items()}
+
+
+def _killed(_pipe: Pipe, checkpoint: Path, out: Path, call: str, after: int, size: str) -> None:
+    """Die at the n-th call of a function of os."""
+    real = getattr(os, call)
+    count = 0
+
+    def deadly(*arguments: Any, **options: Any) -> Any:
+        nonlocal count
+        if count == after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count += 1
+        return real(*arguments, **options)
+
+    setattr(os, call, deadly)
+    export(checkpoint, out, max_shard_size=size)
+
+
+def kill(*arguments: Any) -> None:
+    child = Child(_killed, *arguments)
+    with pytest.raises(EOFError):
+        child.receive()
+    assert child.join() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("before", ["100KB", "1GB"])
+def test_killed_while_it_replaces_another(before: str, tmp_path: Path) -> None:
+    old = save(tmp_path / "old", {"model": model()})
+    new = save(tmp_path / "new", {"model": other_model()})
+    out = tmp_path / "out"
+    shards = len(export(new, tmp_path / "alone", max_shard_size="100KB")) - 1
+    assert shards > 2
+    for after in range(shards + 1):
+        export(old, out, max_shard_size=before)
+        kill(new, out, "replace", after, "100KB")
+        # Where the shards are not all new, nothing says that they are a model.
+        assert not (out / "model.safetensors").exists()
+        assert not (out / "model.safetensors.index.json").exists()
+    export(new, out, max_shard_size="100KB")
+    assert sorted(os.listdir(out)) == sorted(os.listdir(tmp_path / "alone"))
+    assert_same(exported(out), other_model())
+
+
+@pytest.mark.parametrize(("before", "size"), [("100KB", "100KB"), ("1GB", "100KB"), ("1GB", "1GB")])
+def test_killed_while_it_writes(before: str, size: str, tmp_path: Path) -> None:
+    old = save(tmp_path / "old", {"model": model()})
+    new = save(tmp_path / "new", {"model": other_model()})
+    out = tmp_path / "out"
+    files = export(old, out, max_shard_size=before)
+    kill(new, out, "fsync", 0, size)
+    (left,) = set(os.listdir(out)) - {file.name for file in files}
+    os.rename(out / left, tmp_path / left)
+    assert_same(exported(out), model())
+    os.rename(tmp_path / left, out / left)
+    export(new, out, max_shard_size=size)
+    assert_same(exported(out), other_model())
+    assert left not in os.listdir(out)
+
+
+def test_from_shards_to_one_file_there_always_is_a_model(tmp_path: Path) -> None:
+    old = save(tmp_path / "old", {"model": model()})
+    new = save(tmp_path / "new", {"model": other_model()})
+    out = tmp_path / "out"
+    for after in range(3):
+        export(old, out, max_shard_size="100KB")
+        kill(new, out, "unlink", after, "1GB")
+        assert_same(load(out / "model.safetensors"), other_model())
+        assert (out / "model.safetensors.index.json").exists() == (after == 0)
+    export(new, out)
+    assert os.listdir(out) == ["model.safetensors"]
+
+
+def _all_at_once(directory: Path) -> None:
+    """Each rank exports a model of its own, and all write at the same time."""
+    rank = dist.get_rank()
+    state = {name: torch.full_like(tensor, rank) for name, tensor in model().items()}
+    checkpoint = directory / f"c{rank}"
+    dcp.save({"model": state}, storage_writer=pyckpt.DirectWriter(checkpoint), no_dist=True)
+    copy = export_module._copy
+
+    def together(*arguments: Any) -> dict[str, int]:
+        dist.barrier()
+        return copy(*arguments)
+
+    export_module._copy = together
+    for size in ("100KB", "100KB", "1GB", "100KB"):
+        export(checkpoint, directory / "out", max_shard_size=size)
+        dist.barrier()
+        # It is the model of one of them.
+        found = exported(directory / "out")
+        assert found.keys() == state.keys()
+        (values,) = {tuple({*map(float, t.flatten())}) for n, t in found.items() if n in WHOLE}
+        assert values in {(0.0,), (1.0,), (2.0,)}
+        dist.barrier()
+
+
+WHOLE = ("embed.weight", "transposed", "half", "double", "counts", "scalar")
+
+
+def test_exports_into_one_directory_at_once(tmp_path: Path) -> None:
+    run_ranks(3, _all_at_once, tmp_path)
 
 
 @pytest.mark.parametrize("format", FORMATS)

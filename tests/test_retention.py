@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import pyckpt
 from pyckpt.train.catalog import NOTE_KEY, REMOVED, Catalog, CheckpointInfo, note, reading
-from pyckpt.train.retention import Retention, prune, remove, surplus
+from pyckpt.train.retention import Protected, Retention, prune, remove, surplus
 
 
 def checkpoint(step: int, final: bool = False, **metrics: float) -> CheckpointInfo:
@@ -149,6 +149,30 @@ def test_remains_of_interrupted_saves_go_once_a_newer_one_is_there(tmp_path: Pat
     assert states(tmp_path) == {1: "unfinished", 2: "valid"}
     assert prune(Catalog(tmp_path), Retention()) == []
     assert states(tmp_path) == {2: "valid"}
+
+
+def test_what_is_wanted_while_others_go_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_all(tmp_path, 1, 2, 3, 4, 5)
+    protected, busy = Protected(), set[int]()
+    rmdir = os.rmdir
+
+    def removed(path: Path) -> None:
+        rmdir(path)
+        protected.add(2)
+        protected.add(2)
+        protected.discard(2)
+        busy.add(3)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", removed)
+        retention = Retention(keep_last=1)
+        assert prune(Catalog(tmp_path), retention, protected=protected, busy=busy) == [1, 4]
+    assert states(tmp_path) == {2: "valid", 3: "valid", 5: "valid"}
+    protected.discard(2)
+    protected.discard(2)
+    assert prune(Catalog(tmp_path), retention, protected=protected) == [2, 3]
 
 
 def test_distrusted_ones_neither_count_nor_go(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import itertools
+import pickle
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from pyckpt import errors as ours
 from pyckpt.dcp.report import some
 from pyckpt.errors import (
     CorruptCheckpoint,
@@ -15,11 +18,53 @@ from pyckpt.errors import (
     UnsafeCheckpoint,
 )
 
-__all__ = ["Carried", "error_of"]
+__all__ = ["Carried", "error_of", "portable", "said"]
 
 
 class Carried(BaseException):
     """Carries an error past DCP, which turns an Exception there into text."""
+
+
+class Described(Exception):
+    """Stands for an error that cannot cross to other ranks, and says what it was."""
+
+
+def said(error: BaseException) -> str:
+    """What an error is, in a line."""
+    if isinstance(error, Described):
+        return str(error)
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # that of somebody else's __str__
+        return f"{type(error).__name__}, which does not say what it is"
+
+
+def portable(error: Exception) -> Exception:
+    """An error as it may cross to other ranks: itself, if it is of a class that is built in or ours
+    and pickle carries it, or else one that is, with what can be kept.
+
+    One that does not pickle, or cannot be made again from its arguments as exceptions with
+    constructors of their own often cannot, is raised outside of what DCP catches: the ranks would
+    wait for each other.
+    """
+    known = _known(type(error))
+    if known is type(error):
+        try:
+            if type(pickle.loads(pickle.dumps(error))) is known:
+                return error
+        except Exception:
+            pass
+    what = said(error)
+    if isinstance(error, OSError) and isinstance(error.errno, int):
+        name = error.filename if isinstance(error.filename, str | bytes | int) else None
+        return OSError(error.errno, what, name)
+    kept = known if issubclass(known, OSError | PyckptError) else Described
+    return kept(what)
+
+
+def _known(kind: type[BaseException]) -> type[BaseException]:
+    """The class, or the one above it, that every rank has and that is made from a message."""
+    return next(k for k in kind.__mro__ if k.__module__ in (builtins.__name__, ours.__name__))
 
 
 def error_of(
@@ -27,8 +72,8 @@ def error_of(
 ) -> BaseException:
     """What to raise for DCP's `CheckpointException`, which is no `Exception`.
 
-    One kind of error that callers can act on keeps its class; anything else is a ``kind``. The
-    errors of all ranks are chained to it.
+    One kind of error that callers can act on keeps its class, or the one above it that is built in
+    or ours; anything else is a ``kind``. The errors of all ranks are chained to it.
     """
     errors = {rank: _unwrapped(error) for rank, (error, _) in sorted(failure.failures.items())}
     first = next(iter(errors.values()))
@@ -41,9 +86,9 @@ def error_of(
     if actionable and all(type(error) is type(first) for error in errors.values()):
         together = _with_ranks(first, list(errors))
     else:
-        said = {rank: f"{type(error).__name__}: {error}" for rank, error in errors.items()}
-        text = "; ".join(what if alone else f"rank {rank}: {what}" for rank, what in said.items())
-        together = kind(f"{doing} failed: {text}", failures=said)
+        whats = {rank: said(error) for rank, error in errors.items()}
+        text = "; ".join(what if alone else f"rank {rank}: {what}" for rank, what in whats.items())
+        together = kind(f"{doing} failed: {text}", failures=whats)
     together.__cause__ = _chained(errors)
     return together
 
@@ -71,11 +116,12 @@ def _chained(errors: dict[int, BaseException]) -> BaseException:
 def _with_ranks(error: BaseException, ranks: list[int]) -> BaseException:
     """Copy an error, with the ranks that raised it in its message."""
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {some(ranks, 8)}"
+    kind = _known(type(error))  # others may not be made from a message
     if isinstance(error, OSError):
         if error.errno is None:
-            return type(error)(f"{who}: {error}")
-        return type(error)(error.errno, f"{error.strerror} ({who})", error.filename)
+            return kind(f"{who}: {error}")
+        return kind(error.errno, f"{error.strerror} ({who})", error.filename)
     assert isinstance(error, CorruptCheckpoint | UnsafeCheckpoint | LoadError | PyckptError)
-    copy = type(error)(f"{who}: {error}")
+    copy = kind(f"{who}: {error}")
     vars(copy).update(vars(error))
     return copy

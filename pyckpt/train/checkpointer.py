@@ -10,6 +10,8 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -28,7 +30,7 @@ from pyckpt.train.pieces import verify
 from pyckpt.train.policy import Policy
 from pyckpt.train.ranks import Ranks
 from pyckpt.train.restorer import Restorer
-from pyckpt.train.retention import Best, Retention, prune
+from pyckpt.train.retention import Best, Protected, Retention, prune
 from pyckpt.train.saver import Saver
 from pyckpt.train.signals import StopSignals
 from pyckpt.train.statistics import CheckpointerStatistics, Stopwatch
@@ -60,10 +62,11 @@ class Checkpointer:
         directory: where the checkpoints are, or will be. On all ranks the same, on a file system
             that they share. One job at a time may save there.
         keep_last: how many of the newest checkpoints to keep, those of ``final=True`` not counted.
-            None keeps all. 0 keeps the newest, to resume from, until a final one is committed.
-        keep_every: keep also those whose step is a multiple of this.
-        keep_best: ``(metric, n, mode)``: keep also the n with the smallest (mode "min") or largest
-            ("max") value of a metric that was passed when they were saved.
+            None keeps all, whatever the other two say. 0 keeps the newest, to resume from, until a
+            final one is committed.
+        keep_every: with ``keep_last``, keep also those whose step is a multiple of this.
+        keep_best: ``(metric, n, mode)``: with ``keep_last``, keep also the n with the smallest
+            (mode "min") or largest ("max") value of a metric that was passed when they were saved.
         every_steps: ``step`` saves when the step is a multiple of this.
         every_minutes: ``step`` saves when this much time has gone by since the last save began, by
             the clock of rank 0.
@@ -109,21 +112,24 @@ class Checkpointer:
         self._stopwatch = Stopwatch()
 
         # Of the training thread.
-        self._step: int | None = None
+        self._step: int | None = None  # the last one that was told
+        self._saved: SaveHandle | None = None  # the last save, of what was not restored over since
+        self._calls = 0  # of `step`
         self._served = 0  # of the requests to save
         self._stop_requested = False
         self._closed = False
         self._skipped = 0
         self._restore_seconds = 0.0
 
-        # Guarded by the lock.
-        self._lock = threading.Lock()
+        # Guarded by the lock, which a handler of a signal may find its own thread to hold.
+        self._lock = threading.RLock()
         self._requests = 0
         self._stops = 0
         self._last_save = time.monotonic()
         self._pruned = 0
 
-        self._protected: dict[int, int] = {}  # how often each step is
+        self._protected = Protected()
+        self._passed: set[int] = set()  # steps newer than the one that training goes on from
 
         self._signals = StopSignals(on_signals)
         if not (dist.is_available() and dist.is_initialized()):
@@ -142,6 +148,11 @@ class Checkpointer:
             self._signals.close()
             raise
         self._pruner = ThreadPoolExecutor(1, thread_name_prefix="pyckpt-prune")
+        if keep_last is None and (keep_every, keep_best) != (None, None) and self._ranks.rank == 0:
+            _logger.warning(
+                "keep_last=None keeps all checkpoints, whatever keep_every and keep_best say; pass "
+                "keep_last=1 to keep the newest and theirs"
+            )
 
     # --- saving -----------------------------------------------------------------------------------
 
@@ -154,7 +165,7 @@ class Checkpointer:
         for the disk, unless ``when_busy="wait"``, or where training is asked to stop.
 
         Args:
-            step: larger than in the call before.
+            step: larger than in the call before, or, after a restore, than what was restored.
             state: as for ``save``; looked at only if it is to be saved.
             metrics: as for ``save``.
 
@@ -163,28 +174,32 @@ class Checkpointer:
 
         Raises:
             OSError, PyckptError: an earlier save failed. The last checkpoint that was committed
-                is still there, and training may go on.
+                is still there, and training may go on. What is due at this step was not saved: the
+                call may be repeated, on all ranks, to save it.
             ValueError: the step is not larger.
         """
         self._check_open()
         if self._step is not None and step <= self._step:
             raise ValueError(f"{step = } must be larger than the one before it, {self._step}.")
-        self._step = step
         self._stopwatch.enter(self._saver.busy)
         handle = None
         try:
-            facts = self._agreement.at(step)
+            # Not by the step, which is smaller again after an older one was restored.
+            self._calls += 1
+            facts = self._agreement.at(self._calls)
             stopping = facts.stops > 0 and not self._stop_requested
             if stopping:
                 self._stop_requested = True
             else:
                 self._saver.raise_failure(facts.failed)
+            self._step = step
             requested = facts.requests > self._served
             due = self._policy.due_at(step)
             if not (stopping or requested or due):
                 return None
-            if self._saver.handle is not None and self._saver.handle.step == step:
-                return self._saver.handle  # `save` was called for this step
+            failed = facts.failed == self._saver.started
+            if self._saved is not None and self._saved.step == step and not failed:
+                return self._saved  # `save` was called for this step
             busy = facts.saved < self._saver.started
             if busy and not stopping and self._when_busy == "skip":
                 if due:  # what was only requested is saved as soon as that can be
@@ -238,7 +253,7 @@ class Checkpointer:
     def request_save(self) -> None:
         """Ask for a save at one of the next steps, on all ranks. Any rank and thread may."""
         with self._lock:
-            self._requests += 1
+            self._ask()
 
     def request_stop(self) -> None:
         """Do as a signal does. Any rank and thread may."""
@@ -258,16 +273,21 @@ class Checkpointer:
         only, in the same step on all ranks."""
         return self._stop_requested
 
+    def _ask(self) -> None:
+        # The count that all ranks know is the largest of theirs: to be new, this one must be larger
+        # than what was served for others.
+        self._requests = max(self._requests, self._served) + 1
+
     def _facts(self) -> Facts:
         """What this rank knows; called by the thread that talks to the others."""
         with self._lock:
             since = time.monotonic() - self._last_save
             if (
                 self._ranks.rank == 0
-                and self._requests == self._served
+                and self._requests <= self._served
                 and self._policy.due_after(since)
             ):
-                self._requests += 1
+                self._ask()
             saved, failed = self._saver.counts()
             return Facts(
                 stops=int(self._stops or self._signals.received),
@@ -284,14 +304,17 @@ class Checkpointer:
             _logger.warning("step %d has no metric %r, and is not among the best", step, best[0])
         with self._lock:
             self._last_save = time.monotonic()
-        return self._saver.start(step, state, metrics or {}, final=final)
+        self._saved = self._saver.start(step, state, metrics or {}, final=final)
+        return self._saved
 
     def _commit(self, handle: SaveHandle) -> None:
         """Called by the thread that committed a save."""
         self._restorer.distrusted.discard(handle.step)
+        self._passed.discard(handle.step)
         self._stopwatch.committed(handle.seconds)
         if self._ranks.rank == 0:
-            self._pruner.submit(self._prune, handle.step)
+            with suppress(RuntimeError):  # the interpreter is ending; the next run prunes
+                self._pruner.submit(self._prune, handle.step)
 
     def _tell_skipped(self, step: int) -> None:
         assert self._saver.handle is not None
@@ -333,6 +356,12 @@ class Checkpointer:
         Where it turns out to be corrupt, on any rank, all ranks log an error and load the next
         older one instead. What was loaded is in ``load_report``.
 
+        Training may go on from there, with the step after it. Newer checkpoints stay, and the log
+        names them: each is replaced once its step is saved again. Until then this Checkpointer does
+        not count them when it prunes, so that they take no room from new ones; but they are there
+        for ``latest``, for ``restore`` without ``step``, and for the next Checkpointer. Move away
+        those that are not to be gone back to.
+
         Args:
             state: as for ``save``.
             step: load this one and no other.
@@ -354,8 +383,17 @@ class Checkpointer:
         restored = self._restorer.restore(state, step, options)
         if restored is not None:
             self._restore_seconds = time.perf_counter() - start
+            self._go_on_from(restored)
         self._stopwatch.pause()
         return restored
+
+    def _go_on_from(self, step: int) -> None:
+        if self._step is not None:
+            self._step = min(self._step, step)
+        self._saved = None  # of a state that is no more
+        if self._ranks.rank == 0:
+            newer = takewhile(lambda found: found.step > step, self._catalog.newest_first())
+            self._passed = {found.step for found in newer}
 
     @property
     def load_report(self) -> LoadReport | None:
@@ -366,17 +404,18 @@ class Checkpointer:
 
     def protect(self, step: int) -> Protection:
         """Keep the checkpoint of a step from being pruned, until ``release`` of what is returned,
-        or the end of the ``with`` block that it is used in. Counts on rank 0."""
+        or the end of the ``with`` block that it is used in. Counts on rank 0. Of a checkpoint that
+        is there after the call, nothing is removed."""
         return Protection(self._protected, step)
 
     def _prune(self, committed: int) -> None:
         """Runs on rank 0, in a thread, after each commit; prunes take turns."""
-        protected = {committed, *self._protected}
         removed = prune(
             self._catalog,
             self._retention,
-            protected=protected,
-            distrusted=tuple(self._restorer.distrusted),
+            committed=(committed,),
+            protected=self._protected,
+            distrusted={*self._restorer.distrusted, *self._passed},
             busy=self._saver.writing,
         )
         with self._lock:
@@ -404,8 +443,9 @@ class Checkpointer:
         Args:
             path: a directory; made where missing. Gets ``model.safetensors`` or
                 ``pytorch_model.bin``; or, where there are several files, these with numbers, and
-                the index that Hugging Face's loaders look for. Exports that were there before are
-                replaced.
+                the index that Hugging Face's loaders look for. An export of the same format that
+                was there before is replaced when all of the new one is written, so there must be
+                room for both.
             step: the checkpoint; default the newest valid one.
             format: "safetensors", or "torch" for ``torch.load``.
             key: the name in the state of what to export. Its tensors are written under the names
@@ -527,19 +567,17 @@ class Checkpointer:
 class Protection:
     """Keeps a checkpoint from being pruned; see ``Checkpointer.protect``."""
 
-    def __init__(self, protected: dict[int, int], step: int) -> None:
+    def __init__(self, protected: Protected, step: int) -> None:
         self._protected = protected
         self._step = step
         self._held = True
-        protected[step] = protected.get(step, 0) + 1
+        protected.add(step)
 
     def release(self) -> None:
         """Let go. Idempotent."""
         if self._held:
             self._held = False
-            self._protected[self._step] -= 1
-            if not self._protected[self._step]:
-                del self._protected[self._step]
+            self._protected.discard(self._step)
 
     def __enter__(self) -> Protection:
         return self

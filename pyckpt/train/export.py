@@ -3,17 +3,25 @@
 Nothing is held in memory as a whole. Tensors are read in pieces (pieces.py), converted and written
 one after another; those that were saved in parts that are no runs of rows, by other writers, or
 with other strides, are put together box by box.
+
+The files are written in a directory of their own, beside those of an earlier export, and take their
+places when all are complete and durable. While they do, there is no index: a program that is killed
+leaves the old model, the new one, or files that do not load as a model.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import queue
 import re
+import shutil
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -95,12 +103,12 @@ def export(
         raise ValueError(f"{format = } must be 'safetensors' or 'torch'.")
     limit = _bytes(max_shard_size)
     target = Path(path)
+    stem, suffix = ("model", "safetensors") if format == "safetensors" else _TORCH_NAMES
     with reading(checkpoint):
         source = _Source(checkpoint, engine)
         tensors = source.tensors(key, dtype)
         aliases = source.ties(tensors, tied or {})
         shards = _shards([t for t in tensors if t.name not in aliases], limit)
-        stem, suffix = ("model", "safetensors") if format == "safetensors" else _TORCH_NAMES
         commit.make_directory(target, sync=True)
         names = [
             f"{stem}.{suffix}"
@@ -109,32 +117,26 @@ def export(
             for i in range(1, len(shards) + 1)
         ]
         where = {tensor.name: i for i, shard in enumerate(shards) for tensor in shard}
-        for i, shard in enumerate(shards):
-            here = {a: b for a, b in aliases.items() if where[b] == i}
-            layout = _safetensors_layout if format == "safetensors" else _torch_layout
-            with _replacing(target / names[i]) as file:
-                finish, order = layout(file, shard, here)
-                finish(_copy(file, dict(order), source.read([tensor for tensor, _ in order])))
-    index = target / f"{stem}.{suffix}.index.json"
-    written = [target / name for name in names]
-    if len(shards) > 1:
-        weights = {name: names[i] for name, i in where.items()}
-        if format == "torch":
-            weights |= {a: names[where[b]] for a, b in aliases.items()}
-        content = {
-            "metadata": {"total_size": sum(t.nbytes for shard in shards for t in shard)},
-            "weight_map": dict(sorted(weights.items())),
-        }
-        with _replacing(index) as file:
-            file.write(json.dumps(content, indent=2).encode() + b"\n")
-        written.append(index)
-    # Readers would find files of an earlier export before, or among, those of this one.
-    ours = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{suffix}(\.index\.json)?")
-    for name in os.listdir(target):
-        if ours.fullmatch(name) and target / name not in written:
-            (target / name).unlink()
-    commit.sync_directory(target)
-    return written
+        with _temporary_directory(target) as temporary:
+            for i, shard in enumerate(shards):
+                here = {a: b for a, b in aliases.items() if where[b] == i}
+                layout = _safetensors_layout if format == "safetensors" else _torch_layout
+                with _new_file(temporary / names[i]) as file:
+                    finish, order = layout(file, shard, here)
+                    finish(_copy(file, dict(order), source.read([tensor for tensor, _ in order])))
+            if len(shards) > 1:
+                weights = {name: names[i] for name, i in where.items()}
+                if format == "torch":
+                    weights |= {a: names[where[b]] for a, b in aliases.items()}
+                content = {
+                    "metadata": {"total_size": sum(t.nbytes for shard in shards for t in shard)},
+                    "weight_map": dict(sorted(weights.items())),
+                }
+                names.append(f"{stem}.{suffix}.index.json")
+                with _new_file(temporary / names[-1]) as file:
+                    file.write(json.dumps(content, indent=2).encode() + b"\n")
+            _put_in_place(temporary, target, names, (stem, suffix))
+    return [target / name for name in names]
 
 
 _TORCH_NAMES = ("pytorch_model", "bin")
@@ -430,22 +432,84 @@ def _ahead(pieces: Iterator[_Item]) -> Iterator[_Item]:
                 thread.join(0.01)
 
 
-class _replacing:
-    """A new file that takes its name when it is complete and durable, or none."""
+@contextmanager
+def _new_file(path: Path) -> Iterator[Any]:
+    """A file that is durable at the end."""
+    with path.open("w+b", buffering=0) as file:
+        yield file
+        os.fsync(file.fileno())
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._temporary = path.with_name(f"{path.name}.tmp")
 
-    def __enter__(self) -> Any:
-        self._file = self._temporary.open("w+b", buffering=0)
-        return self._file
+_TEMPORARY = re.compile(r"\.pyckpt-export-[0-9a-f]{32}")
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+
+@contextmanager
+def _temporary_directory(target: Path) -> Iterator[Path]:
+    """A directory in ``target`` for the files of one export, gone at the end. Those of exports that
+    were killed go, too: whoever uses one holds its lock."""
+    with _one_at_a_time(target):
+        for name in os.listdir(target):
+            if _TEMPORARY.fullmatch(name):
+                _remove_unused(target / name)
+        path = target / f".pyckpt-export-{uuid.uuid4().hex}"
+        path.mkdir()
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        with suppress(OSError):  # without locks others leave it alone
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)  # the next export tries again
+        os.close(descriptor)
+
+
+def _remove_unused(path: Path) -> None:
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            if kind is None:
-                os.fsync(self._file.fileno())
-                self._temporary.replace(self._path)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path)
         finally:
-            self._file.close()
-            self._temporary.unlink(missing_ok=True)
+            os.close(descriptor)
+
+
+@contextmanager
+def _one_at_a_time(directory: Path) -> Iterator[None]:
+    """Exports into one directory take turns in here, where the file system has locks."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):  # a process that was forked meanwhile has it, too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _put_in_place(
+    temporary: Path, target: Path, names: Sequence[str], kind: tuple[str, str]
+) -> None:
+    """Replace an earlier export by the files in ``temporary``, of which the last makes them count:
+    the only file, or the index, which is what loaders look for."""
+    stem, suffix = kind
+    single = f"{stem}.{suffix}"
+    ours = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{suffix}(\.index\.json)?")
+    index = target / f"{single}.index.json"
+    with _one_at_a_time(target):
+        if len(names) > 1:
+            # Shards may have the names of other shards: none must load by the old index.
+            index.unlink(missing_ok=True)
+            (target / single).unlink(missing_ok=True)
+            commit.sync_directory(target)
+        for name in names[:-1]:
+            (temporary / name).replace(target / name)
+        commit.sync_directory(target)
+        (temporary / names[-1]).replace(target / names[-1])
+        commit.sync_directory(target)
+        # What an index names goes after it.
+        old = [name for name in os.listdir(target) if ours.fullmatch(name) and name not in names]
+        for name in sorted(old, key=lambda name: name != index.name):
+            (target / name).unlink()
+            if name == index.name:
+                commit.sync_directory(target)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from pyckpt.dcp.failures import portable
 from pyckpt.dcp.writer import DirectWriter
 from pyckpt.statistics import WriteStatistics
 
@@ -143,7 +146,7 @@ class SaveHandle:
 
 
 class ReportingWriter(DirectWriter):
-    """A DirectWriter that says when its data is on disk.
+    """A DirectWriter that says when its data is on disk, and whose errors reach the other ranks.
 
     Args:
         path: directory of the checkpoint.
@@ -177,14 +180,35 @@ class ReportingWriter(DirectWriter):
         )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if self._failure is not None:
-            raise self._failure
-        return super().prepare_local_plan(plan)
+        with _portable_errors():
+            if self._failure is not None:
+                raise self._failure
+            return super().prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        with _portable_errors():
+            return super().prepare_global_plan(plans)
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> torch.futures.Future[list[WriteResult]]:
         self._items = plan.items
-        future = super().write_data(plan, planner)
-        self._on_written()
+        with _portable_errors():
+            future = super().write_data(plan, planner)
+            self._on_written()
         return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with _portable_errors():
+            super().finish(metadata, results)
+
+
+@contextmanager
+def _portable_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        carried = portable(error)
+        if carried is error:
+            raise
+        raise carried.with_traceback(error.__traceback__) from error

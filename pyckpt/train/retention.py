@@ -14,7 +14,8 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Literal
 from pyckpt.format import commit
 from pyckpt.train.catalog import REMOVED, Catalog, CheckpointInfo, lock
 
-__all__ = ["Retention", "prune", "remove", "surplus"]
+__all__ = ["Protected", "Retention", "prune", "remove", "surplus"]
 
 _logger = logging.getLogger("pyckpt")
 
@@ -57,6 +58,37 @@ class Retention:
                 raise ValueError(f"{self.keep_best = } must keep 1 or more.")
             if mode not in ("min", "max"):
                 raise ValueError(f"{self.keep_best = } must end with 'min' or 'max'.")
+
+
+class Protected:
+    """Steps that are not to be pruned. Any thread may add to them; what was added before its
+    removal began stays.
+
+    Attributes:
+        lock: held while it is decided that a checkpoint goes. Reentrant, for handlers of signals.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._counts: dict[int, int] = {}  # how often each step was added
+
+    def add(self, step: int) -> None:
+        with self.lock:
+            self._counts[step] = self._counts.get(step, 0) + 1
+
+    def discard(self, step: int) -> None:
+        """Undo one ``add``."""
+        with self.lock:
+            self._counts[step] -= 1
+            if not self._counts[step]:
+                del self._counts[step]
+
+    def __contains__(self, step: int) -> bool:
+        return step in self._counts
+
+    def steps(self) -> set[int]:
+        with self.lock:
+            return set(self._counts)
 
 
 def surplus(
@@ -102,7 +134,8 @@ def prune(
     catalog: Catalog,
     retention: Retention,
     *,
-    protected: Collection[int] = (),
+    committed: Collection[int] = (),
+    protected: Protected | None = None,
     distrusted: Collection[int] = (),
     busy: Collection[int] = (),
 ) -> list[int]:
@@ -113,14 +146,16 @@ def prune(
     and foreign directories are left for people to look at.
 
     Args:
-        protected: steps that stay.
+        committed: steps that stay.
+        protected: the same, and may change meanwhile.
         distrusted: steps that do not count as checkpoints, and stay.
-        busy: steps that are being written; their directories are not touched.
+        busy: steps that are being written; their directories are not touched. May change, too.
 
     Returns:
         The steps whose checkpoints were removed.
     """
     removed: list[int] = []
+    protected = Protected() if protected is None else protected
     try:
         valid: list[CheckpointInfo] = []
         leftover: list[int] = []
@@ -137,14 +172,23 @@ def prune(
                 valid.append(entry.checkpoint)
             elif entry.state == "removed" or (entry.state == "unfinished" and valid):
                 leftover.append(step)
-        going = surplus(valid, retention, protected=protected)
+        going = surplus(valid, retention, protected={*committed, *protected.steps()})
     except Exception as error:
         _logger.warning("%s: nothing was pruned: %s", catalog.directory, error)
         return removed
     for step in [*leftover, *going]:
         path = catalog.path(step)
+
+        def rename(step: int = step, path: Path = path) -> bool:
+            # Since the directory was looked through, that may have taken long.
+            with protected.lock:
+                if step in protected or step in busy:
+                    return False
+                _rename(path)
+            return True
+
         try:
-            if remove(path) and step in going:
+            if step not in busy and remove(path, rename=rename) and step in going:
                 removed.append(step)
         except Exception as error:  # training goes on; the next prune tries again
             _logger.warning("%s was not removed, or not all of it: %s", path, error)
@@ -162,12 +206,20 @@ def _stays(step: int, newer: Sequence[CheckpointInfo], retention: Retention) -> 
     return enough and step % retention.keep_every == 0
 
 
-def remove(path: Path) -> bool:
+def _rename(path: Path) -> bool:
+    (path / commit.metadata_name()).rename(path / REMOVED)
+    return True
+
+
+def remove(path: Path, *, rename: Callable[[], bool] | None = None) -> bool:
     """Remove a checkpoint, or go on with a removal that was interrupted.
 
+    Args:
+        rename: gives the metadata its other name, or returns False where it is to stay after all.
+
     Returns:
-        False where nothing was done because someone is reading it (``catalog.reading``), or
-        because it is a link to a directory elsewhere.
+        False where nothing was done because someone is reading it (``catalog.reading``), because
+        it is a link to a directory elsewhere, or because ``rename`` said so.
 
     Raises:
         OSError: something could not be removed; what is left is no valid checkpoint any more,
@@ -175,7 +227,7 @@ def remove(path: Path) -> bool:
     """
     if path.is_symlink():
         return False
-    if not _invalidate(path):
+    if not _invalidate(path, rename or (lambda: _rename(path))):
         return False
     for name in os.listdir(path):
         if name != REMOVED:
@@ -186,7 +238,7 @@ def remove(path: Path) -> bool:
     return True
 
 
-def _invalidate(path: Path) -> bool:
+def _invalidate(path: Path, rename: Callable[[], bool]) -> bool:
     metadata = path / commit.metadata_name()
     try:
         # NFS gives exclusive locks to those only who could write.
@@ -194,9 +246,8 @@ def _invalidate(path: Path) -> bool:
     except FileNotFoundError:
         return True
     try:
-        if not lock(descriptor, fcntl.LOCK_EX):
+        if not lock(descriptor, fcntl.LOCK_EX) or not rename():
             return False
-        metadata.rename(path / REMOVED)
         # Before any data goes: a power failure must not bring the metadata back without the data.
         commit.sync_directory(path)
     finally:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from pyckpt.dcp.failures import error_of
+from pyckpt.dcp.failures import error_of, said
 from pyckpt.dcp.save_planner import SavePlanner
 from pyckpt.dcp.stager import PinnedStager
 from pyckpt.engine import Engine
-from pyckpt.errors import SaveError
+from pyckpt.errors import PyckptError, SaveError
 from pyckpt.train.app_state import AppState
 from pyckpt.train.catalog import NOTE_KEY, Catalog, note
 from pyckpt.train.handle import ReportingWriter, SaveHandle
@@ -104,27 +104,40 @@ class Saver:
     def start(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], *, final: bool
     ) -> SaveHandle:
-        """Start to save. Waits for a save that is under way. Raises nothing: the handle does."""
+        """Start to save. Waits for a save that is under way. Raises nothing but interrupts: the
+        handle does."""
         self.wait()
-        path = self._catalog.path(step)
-        handle = SaveHandle(step, path)
-        with self._lock:
-            self.started += 1
-            number = self.started
-        self.writing.add(step)
-        self.handle = handle
-        # From here on the other ranks count on this one to take part, whatever happens.
+        handle = SaveHandle(step, self._catalog.path(step))
+        number = self.started + 1
+        done: Future[None] = Future()
+        done.add_done_callback(lambda done: self._end(number, handle, done))
+        # An interrupt may come at any line, and what waits for the save must see an end of it.
+        turn = threading.Lock()
         try:
-            upload = self._async_save(self._tree(step, state, metrics, final), handle)
-        except Exception as error:
-            try:
-                upload = self._async_save({}, handle, failure=error)
-            except Exception:
-                upload = Future()
-                upload.set_exception(error)
+            self.started = number
+            self.writing.add(step)
+            self.handle = handle
+            self._launch(handle, done, turn, self._tree(step, state, metrics, final))
+        except BaseException as error:
+            # If the thread has begun, the save is on its way, and goes on.
+            if turn.acquire(blocking=False):
+                self._fail(handle, done, error)
+            if not isinstance(error, Exception):
+                raise
         handle.called()
-        upload.add_done_callback(lambda done: self._end(number, handle, done))
         return handle
+
+    def _fail(self, handle: SaveHandle, done: Future[None], error: BaseException) -> None:
+        """Take part in a save only to say that it fails: the other ranks count on this one."""
+        failure = error if isinstance(error, Exception) else SaveError(f"interrupted: {error!r}")
+        turn = threading.Lock()
+        try:
+            self._launch(handle, done, turn, {}, failure=failure)
+        except BaseException as second:
+            if turn.acquire(blocking=False):
+                done.set_exception(failure)
+            if not isinstance(second, Exception):
+                raise
 
     def _tree(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], final: bool
@@ -143,10 +156,20 @@ class Saver:
             tree[NOTE_KEY] = note(step, final=final, metrics=numbers)
         return tree
 
-    def _async_save(
-        self, tree: dict[str, Any], handle: SaveHandle, *, failure: Exception | None = None
-    ) -> Future[Any]:
-        """Start to save, or to fail; the one place that knows how states are staged."""
+    def _launch(
+        self,
+        handle: SaveHandle,
+        done: Future[None],
+        turn: threading.Lock,
+        tree: dict[str, Any],
+        *,
+        failure: Exception | None = None,
+    ) -> None:
+        """Stage a state, and save it in a thread; the one place that knows how.
+
+        Does what ``async_save`` does, and besides can be interrupted: the thread begins only where
+        it is the first to take its ``turn``, and so who takes that before knows that it never will.
+        """
         handle.writer = writer = ReportingWriter(
             handle.path,
             failure=failure,
@@ -154,33 +177,50 @@ class Saver:
             stager=self._stager,
             engine=self._engine,
         )
-        upload: Any = async_save(
-            tree,
-            storage_writer=writer,
-            planner=self._planner,
-            process_group=self._ranks.work,
-            no_dist=self._ranks.work is None,
-        )
+        staged_tree = writer.stage(tree)
 
         def staged(future: Future[None]) -> None:
             if not future.cancelled() and future.exception() is None:
                 handle.reached("staged")
 
         writer.staged.add_done_callback(staged)
-        started: Future[Any] = upload
-        return started
+        # A thread for each save: what staging took is given back when it ends.
+        thread = ThreadPoolExecutor(1, thread_name_prefix="pyckpt-save")
+        thread.submit(self._run, staged_tree, writer, done, turn)
+        thread.shutdown(wait=False)
+        writer.synchronize_staging()
+
+    def _run(
+        self,
+        tree: dict[str, Any],
+        writer: ReportingWriter,
+        done: Future[None],
+        turn: threading.Lock,
+    ) -> None:
+        if not turn.acquire(blocking=False):
+            return
+        try:
+            save(
+                tree,
+                storage_writer=writer,
+                planner=self._planner,
+                process_group=self._ranks.work,
+                no_dist=self._ranks.work is None,
+            )
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
 
     def _written(self, handle: SaveHandle) -> None:
         handle.reached("staged")
         handle.reached("written", None if handle.writer is None else handle.writer.statistics)
 
-    def _end(self, number: int, handle: SaveHandle, upload: Future[Any]) -> None:
+    def _end(self, number: int, handle: SaveHandle, done: Future[None]) -> None:
         """A save ended. Called by the thread that made it."""
-        failure = upload.exception()
-        if isinstance(failure, CheckpointException):
-            failure = error_of(
-                failure, alone=self._ranks.size == 1, kind=SaveError, doing=f"saving {handle.path}"
-            )
+        failure = done.exception()
+        if failure is not None:
+            failure = self._failure_of(failure, handle)
         self.writing.discard(handle.step)
         with self._lock:
             if failure is not None:
@@ -192,6 +232,24 @@ class Saver:
             self._stager.take_failure()  # which would make the next save fail: we tell of it here
             handle.fail(failure)
             return
-        self._on_commit(handle)
-        self._written(handle)  # a rank that had nothing to write did not say so
+        try:
+            self._on_commit(handle)
+            self._written(handle)  # a rank that had nothing to write did not say so
+        except Exception:
+            _logger.exception("%s is committed; what comes after that failed", handle.path)
         handle.reached("committed", handle.path)
+
+    def _failure_of(self, error: BaseException, handle: SaveHandle) -> BaseException:
+        """What to tell of what DCP raised."""
+        doing = f"saving {handle.path}"
+        if isinstance(error, CheckpointException):
+            alone = self._ranks.size == 1
+            try:
+                return error_of(error, alone=alone, kind=SaveError, doing=doing)
+            except Exception as other:  # errors of others may be anything, and do anything
+                error = other
+        if isinstance(error, OSError | PyckptError) or not isinstance(error, Exception):
+            return error
+        failure = SaveError(f"{doing} failed: {said(error)}")
+        failure.__cause__ = error
+        return failure

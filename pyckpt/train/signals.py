@@ -24,6 +24,9 @@ class StopSignals:
     is the same request: schedulers signal a launcher and its workers, and the launcher passes its
     own on.
 
+    Processes that are forked have the handler too, and nobody there looks at what it counted: in
+    them the first signal is one too many already.
+
     Args:
         names: signals such as "SIGTERM" or ``signal.SIGTERM``.
         clock: seconds, for tests.
@@ -48,6 +51,7 @@ class StopSignals:
         if numbers and threading.current_thread() is not threading.main_thread():
             raise ValueError("on_signals needs the main thread, which alone can handle signals")
         self._clock = clock
+        self._pid = os.getpid()
         self._first: float | None = None
         self._previous: dict[signal.Signals, Any] = {}
         for number in dict.fromkeys(numbers):
@@ -59,12 +63,14 @@ class StopSignals:
         return self._first is not None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = self._clock()
-        if self._first is None:
-            self._first = now
-        elif now - self._first >= _SAME_SIGNAL_SECONDS:
-            self.close()
-            os.kill(os.getpid(), number)
+        if os.getpid() == self._pid:
+            now = self._clock()
+            if self._first is None:
+                self._first = now
+            if now - self._first < _SAME_SIGNAL_SECONDS:
+                return
+        self.close()
+        os.kill(os.getpid(), number)
 
     def close(self) -> None:
         """Put back what handled the signals before. Idempotent."""
