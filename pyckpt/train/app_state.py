@@ -20,7 +20,7 @@ from pyckpt.dcp.report import LoadReport, some
 from pyckpt.dcp.together import together
 from pyckpt.errors import LoadError
 from pyckpt.train.entry import Entry, GradScalerEntry, StatefulEntry, ValueEntry
-from pyckpt.train.modules import ModuleEntry, is_fsdp1, quiet
+from pyckpt.train.modules import ModuleEntry, is_fsdp1, quiet, reshard
 from pyckpt.train.optimizers import optimizer_entry
 from pyckpt.train.per_rank import PerRank, RankEntry, RankState
 from pyckpt.train.saved import Path, Rank, paths, tree
@@ -120,6 +120,7 @@ class AppState:
 
     def _entries(self) -> list[Entry]:
         modules = {k: v for k, v in self._objects.items() if isinstance(v, nn.Module)}
+        reshard(modules.values())
         rank = Rank.of(self._group)
         return [_entry(name, value, modules, rank) for name, value in self._objects.items()]
 
