@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from pyckpt.dcp.load import load
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.report import LoadReport, some
 from pyckpt.dcp.together import together
-from pyckpt.errors import LoadError
+from pyckpt.errors import LoadError, PyckptError
 from pyckpt.train.entry import Entry, GradScalerEntry, StatefulEntry, ValueEntry
 from pyckpt.train.modules import ModuleEntry, is_fsdp1, quiet, reshard
 from pyckpt.train.optimizers import optimizer_entry
@@ -99,8 +99,8 @@ class AppState:
             TypeError: ``objects`` cannot be written to, and has plain values.
             Exception: as `pyckpt.load`; on all ranks alike. ``LoadError`` also for objects that
                 cannot be brought from one number of ranks to another, and for what an object's own
-                ``load_state_dict`` raises. Before that, nothing is changed by errors that the
-                checkpoint's metadata tell of.
+                ``load_state_dict`` raises; an ``OSError`` is always of the checkpoint's files.
+                Before that, nothing is changed by errors that the checkpoint's metadata tell of.
         """
         flat = any(isinstance(v, nn.Module) and is_fsdp1(v) for v in self._objects.values())
         with quiet() if flat else nullcontext():
@@ -125,7 +125,9 @@ class AppState:
         return [_entry(name, value, modules, rank) for name, value in self._objects.items()]
 
     def _plan(self, reader: StorageReader, missing: str) -> _Plan:
-        plan = _Plan(self._entries(), reader, missing)
+        with _blamed_on("the state", OSError):
+            entries = self._entries()
+        plan = _Plan(entries, reader, missing)
         if not isinstance(self._objects, MutableMapping):
             fixed = [one.name for one in plan.entries if isinstance(one, ValueEntry) and one.fixed]
             if fixed:
@@ -138,7 +140,8 @@ class AppState:
     def _restore(self, plan: _Plan) -> None:
         # Schedulers may look at their optimizers, and optimizers at their parameters.
         for entry in sorted(plan.entries, key=_turn):
-            entry.restore(plan.states[entry.name])
+            with _blamed_on(entry.name, Exception):
+                entry.restore(plan.states[entry.name])
             if isinstance(entry, ValueEntry):
                 self._put(entry.name, entry.value)
 
@@ -163,7 +166,10 @@ class _Plan:
                 missing=tuple(self.absent),
             )
         self.entries = [entry for entry in entries if entry.name in saved]
-        self.states = {entry.name: entry.template(saved[entry.name]) for entry in self.entries}
+        self.states = {}
+        for entry in self.entries:
+            with _blamed_on(entry.name, OSError):
+                self.states[entry.name] = entry.template(saved[entry.name])
         self._by_name = {entry.name: entry for entry in self.entries}
         self._paths = paths(metadata)
         wanted = {
@@ -194,6 +200,17 @@ class _Narrowed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
+
+
+@contextmanager
+def _blamed_on(name: str, kind: type[Exception]) -> Iterator[None]:
+    """Tell errors of this kind that an object raises from those of reading the checkpoint."""
+    try:
+        yield
+    except PyckptError:
+        raise
+    except kind as error:
+        raise LoadError(f"{name}: {type(error).__name__}: {error}") from error
 
 
 def _turn(entry: Entry) -> int:

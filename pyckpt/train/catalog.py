@@ -10,6 +10,7 @@ Finding the newest costs one listing and the metadata of one checkpoint, however
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import json
@@ -37,6 +38,7 @@ __all__ = [
     "CheckpointInfo",
     "DirectoryEntry",
     "directory_name",
+    "is_shortage",
     "note",
     "reading",
 ]
@@ -53,6 +55,7 @@ REMOVED = ".metadata.removed"
 _DIRECTORY = re.compile(r"step-(\d{8,})")
 _DATA_FILE = re.compile(r"__\d+_[^/]+\.distcp|\.metadata\.tmp")
 _NAMES_SHOWN = 3
+_SHORTAGES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 def directory_name(step: int) -> str:
@@ -181,6 +184,9 @@ class Catalog:
         Args:
             step: the step; its directory need not exist.
             verify: read all of a valid checkpoint and compare checksums.
+
+        Raises:
+            OSError: this process has no memory or descriptors left to look with.
         """
         path = self.path(step)
         try:
@@ -198,6 +204,8 @@ class Catalog:
         except FileNotFoundError as error:
             return self._without_metadata(step, path, error)
         except (OSError, PyckptError) as error:
+            if is_shortage(error):
+                raise
             return DirectoryEntry(path, step, "damaged", str(error))
         return DirectoryEntry(path, step, "valid", checkpoint=known.checkpoint)
 
@@ -223,6 +231,8 @@ class Catalog:
         try:
             names = set(os.listdir(path))
         except OSError as gone:
+            if is_shortage(gone):
+                raise
             return DirectoryEntry(path, step, "foreign", str(gone))
         if commit.metadata_name() in names:
             return DirectoryEntry(path, step, "damaged", str(error))
@@ -233,6 +243,11 @@ class Catalog:
             return DirectoryEntry(path, step, "unfinished", "its save did not get to the commit")
         shown = ", ".join(others[:_NAMES_SHOWN]) + (", ..." if len(others) > _NAMES_SHOWN else "")
         return DirectoryEntry(path, step, "foreign", f"it has no metadata, and holds {shown}")
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether a call failed for want of memory or descriptors, which says nothing of the file."""
+    return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 
 def _read_note(path: Path, metadata: Metadata, step: int) -> tuple[bool, dict[str, float]]:

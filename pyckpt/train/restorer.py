@@ -12,7 +12,7 @@ from pyckpt.dcp.report import LoadReport
 from pyckpt.engine import Engine
 from pyckpt.errors import CorruptCheckpoint, LoadError
 from pyckpt.train.app_state import AppState
-from pyckpt.train.catalog import Catalog, CheckpointInfo, reading
+from pyckpt.train.catalog import Catalog, CheckpointInfo, is_shortage, reading
 from pyckpt.train.ranks import Ranks
 
 __all__ = ["Restorer"]
@@ -160,4 +160,4 @@ def _is_damage(error: BaseException) -> bool:
             causes.append(cause)
             cause = cause.__cause__
         return all(_is_damage(cause) for cause in causes)
-    return isinstance(error, OSError | CorruptCheckpoint)
+    return isinstance(error, OSError | CorruptCheckpoint) and not is_shortage(error)

@@ -1,0 +1,114 @@
+"""What makes a restore go back to an older checkpoint, and what does not."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from _ranks import Pipe, run_child, run_ranks
+
+from pyckpt import Checkpointer
+from pyckpt.errors import LoadError
+
+
+class Corpus:
+    """Opens its file again when it is restored; on one rank, perhaps, the file is not there."""
+
+    def __init__(self, file: Path, absent_on: int = 0) -> None:
+        self.file = file
+        self.absent_on = absent_on
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"file": str(self.file)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not dist.is_initialized() or dist.get_rank() == self.absent_on:
+            with open(state["file"]):
+                pass
+
+
+def save(directory: Path, *steps: int, **state: Any) -> None:
+    with Checkpointer(directory) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, {"step": step, **state})
+
+
+def restore_without_the_file(directory: Path, absent_on: int) -> tuple[str, set[int], int | None]:
+    state = {"step": 0, "data": Corpus(directory / "corpus", absent_on)}
+    with Checkpointer(directory) as checkpointer:
+        with pytest.raises(LoadError) as info:
+            checkpointer.restore(state)
+        distrusted = set(checkpointer._restorer.distrusted)
+        (directory / "corpus").touch()
+        return str(info.value), distrusted, checkpointer.restore(state)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_error_of_an_object_is_no_damage(ranks: int, tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, data=Corpus(tmp_path / "corpus"))
+    results = run_ranks(ranks, restore_without_the_file, tmp_path, ranks - 1)
+    for told, distrusted, restored in results:
+        assert "data: FileNotFoundError: " in told
+        assert not distrusted
+        assert restored == 2
+
+
+def test_the_error_of_an_object_is_the_cause(tmp_path: Path) -> None:
+    save(tmp_path, 1, data=Corpus(tmp_path / "corpus"))
+    with (
+        Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(LoadError, match="data: FileNotFoundError") as info,
+    ):
+        checkpointer.restore({"data": Corpus(tmp_path / "corpus")})
+    assert isinstance(info.value.__cause__, FileNotFoundError)
+
+
+def with_descriptors(spare: int, call: Callable[[], Any]) -> Any:
+    """Call with so few file descriptors left."""
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
+    taken = []
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open("/", os.O_RDONLY))
+        for _ in range(spare):
+            os.close(taken.pop())
+        return call()
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def restore_with_few_descriptors(pipe: Pipe, directory: Path) -> tuple[int | None, list[Any]]:
+    told: list[Any] = []
+    handler = logging.Handler()
+    handler.emit = told.append  # type: ignore[method-assign]
+    with Checkpointer(directory) as checkpointer:
+        state = {"step": 0}
+        assert checkpointer.restore(state) == 2  # imports what it needs
+
+        def fails(call: Callable[[], Any]) -> None:
+            with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+                call()
+
+        logging.getLogger("pyckpt").addHandler(handler)
+        with_descriptors(0, lambda: fails(lambda: checkpointer._catalog.examine(2)))
+        for spare in (0, 1):  # not enough to look, and not enough to load
+            with_descriptors(spare, lambda: fails(lambda: checkpointer.restore(state)))
+        return checkpointer.restore(state), [record.getMessage() for record in told]
+
+
+def test_a_lack_of_descriptors_is_no_damage(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    assert run_child(restore_with_few_descriptors, tmp_path) == (2, [])
