@@ -225,6 +225,21 @@ def test_checksums_of_payloads_larger_than_a_piece(
     verify(path, metadata)
 
 
+@pytest.mark.parametrize("stock", [False, True])
+def test_shares_of_a_checkpoint(stock: bool, tmp_path: Path) -> None:
+    path = write(tmp_path, 1, stock=stock)
+    metadata = metadata_format.read(path / ".metadata")
+    assert not any(verify(path, metadata, share=(i, 3)) for i in range(3))
+    damage(path, data_file(path).stat().st_size // 2)
+    damaged = []
+    for i in range(3):
+        try:
+            verify(path, metadata, share=(i, 3))
+        except CorruptCheckpoint:
+            damaged.append(i)
+    assert len(damaged) == 1
+
+
 def test_a_piece_is_a_multiple_of_any_element() -> None:
     assert PIECE_BYTES % 64 == 0
 

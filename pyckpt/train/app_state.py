@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -79,6 +79,7 @@ class AppState:
         *,
         missing: Literal["error", "keep"] = "error",
         allow: Sequence[Allowed] = (),
+        check: Callable[[LoadReport, Metadata], LoadReport] | None = None,
     ) -> LoadReport:
         """Restore the objects from a checkpoint, saved on any number of ranks. Collective.
 
@@ -91,6 +92,8 @@ class AppState:
             missing: what to do about objects, and parameters, that the checkpoint does not have:
                 raise a `LoadError`, or "keep" them as they are.
             allow: as for `pyckpt.load`.
+            check: called once everything is read, with what this rank loaded and the checkpoint's
+                metadata, before any ``load_state_dict``; raises on all ranks, or on none.
 
         Returns:
             What this rank loaded.
@@ -115,6 +118,8 @@ class AppState:
                 create=plan.create,
                 process_group=self._group,
             )
+            if check is not None:
+                report = check(report, plan.reader.read_metadata())
             together(lambda: self._restore(plan), process_group=self._group, doing="restoring")
         return replace(report, kept=[*report.kept, *plan.absent])
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
 
 from pyckpt.dcp.reader import DirectReader
 from pyckpt.dcp.report import LoadReport
+from pyckpt.dcp.together import together
 from pyckpt.engine import Engine
 from pyckpt.errors import CorruptCheckpoint, LoadError
 from pyckpt.train.app_state import AppState
 from pyckpt.train.catalog import Catalog, CheckpointInfo, is_shortage, reading
+from pyckpt.train.pieces import verify
 from pyckpt.train.ranks import Ranks
 
 __all__ = ["Restorer"]
@@ -109,7 +115,7 @@ class Restorer:
                 try:
                     reader = DirectReader(found.path, engine=self._engine)
                     self.report = AppState(state, process_group=self._ranks.work).load(
-                        reader, **options
+                        reader, check=partial(self._check, found), **options
                     )
                 except Exception as error:
                     failure = error
@@ -122,6 +128,26 @@ class Restorer:
         return failure or CorruptCheckpoint(
             f"{found.path} could not be read on another rank", path=str(found.path)
         )
+
+    def _check(self, found: CheckpointInfo, report: LoadReport, metadata: Metadata) -> LoadReport:
+        """Compare the checksums of what ranks read in part. All read a share of it, as a whole."""
+        keys = sorted({index.fqn for index in metadata.storage_data or {}})
+        doubtful = self._ranks.on_any(keys, set(report.not_verified))
+        if not doubtful:
+            return report
+        without = together(
+            lambda: verify(
+                found.path,
+                metadata,
+                keys=set(doubtful),
+                share=(self._ranks.rank, self._ranks.size),
+                engine=self._engine,
+            ),
+            process_group=self._ranks.work,
+            doing="verifying",
+        )
+        without = set(self._ranks.on_any(keys, without))
+        return replace(report, not_verified=[key for key in report.not_verified if key in without])
 
     def _raise_if_damaged(self) -> None:
         """To start again from nothing, because everything is damaged, is not for us to decide."""
