@@ -112,3 +112,51 @@ def restore_with_few_descriptors(pipe: Pipe, directory: Path) -> tuple[int | Non
 def test_a_lack_of_descriptors_is_no_damage(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     assert run_child(restore_with_few_descriptors, tmp_path) == (2, [])
+
+
+def restore_where_it_cannot_be_listed(directory: Path, file_on: int) -> str:
+    """On one rank there is a file in the directory's place."""
+    if dist.get_rank() == file_on:
+        directory = directory.parent / "file"
+        directory.touch()
+    state = {"step": 0}
+    with (
+        Checkpointer(directory) as checkpointer,
+        pytest.raises(NotADirectoryError) as info,
+    ):
+        checkpointer.restore(state)
+    assert state == {"step": 0}
+    return str(info.value)
+
+
+@pytest.mark.parametrize("file_on", [0, 1])
+def test_all_ranks_fail_where_one_cannot_list_the_directory(file_on: int, tmp_path: Path) -> None:
+    save(tmp_path / "run", 1)
+    told = run_ranks(2, restore_where_it_cannot_be_listed, tmp_path / "run", file_on)
+    assert all(f"rank {file_on}" in message for message in told)
+
+
+class Mover:
+    """Takes the checkpoints away once they are loaded, and leaves a file in their place."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moves": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if dist.get_rank() == 0:
+            self.directory.rename(self.directory.with_suffix(".moved"))
+            self.directory.touch()
+
+
+def restore_and_lose(directory: Path) -> int | None:
+    with Checkpointer(directory) as checkpointer:
+        return checkpointer.restore({"step": 0, "mover": Mover(directory)})
+
+
+def test_a_restore_that_is_over_does_not_fail(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    save(directory, 1, mover=Mover(directory))
+    assert run_ranks(2, restore_and_lose, directory) == [1, 1]

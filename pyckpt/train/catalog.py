@@ -140,10 +140,14 @@ class Catalog:
         return self.directory / directory_name(step)
 
     def steps(self) -> list[int]:
-        """Steps that have a directory, valid or not, newest first."""
+        """Steps that have a directory, valid or not, newest first.
+
+        Raises:
+            OSError: there is something, and it cannot be listed.
+        """
         try:
             with os.scandir(self.directory) as entries:
-                steps = [_step_of(entry.name) for entry in entries if entry.is_dir()]
+                steps = [_step_of(entry.name) for entry in entries if _is_dir(entry)]
         except FileNotFoundError:
             return []
         return sorted((step for step in steps if step is not None), reverse=True)
@@ -243,6 +247,13 @@ class Catalog:
             return DirectoryEntry(path, step, "unfinished", "its save did not get to the commit")
         shown = ", ".join(others[:_NAMES_SHOWN]) + (", ..." if len(others) > _NAMES_SHOWN else "")
         return DirectoryEntry(path, step, "foreign", f"it has no metadata, and holds {shown}")
+
+
+def _is_dir(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return True  # one that cannot be looked at does not hide the others; `examine` tells of it
 
 
 def is_shortage(error: BaseException) -> bool:

@@ -347,6 +347,8 @@ class Checkpointer:
                 others see none, so that the directory is not the same one on all of them.
             CorruptCheckpoint: there are checkpoints, and none can be read. ``state`` may have been
                 changed.
+            OSError: the directory cannot be listed on some rank, or memory or descriptors are
+                short; raised on all ranks.
         """
         self._check_open()
         self._saver.wait()

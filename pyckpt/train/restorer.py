@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -24,6 +24,8 @@ from pyckpt.train.ranks import Ranks
 __all__ = ["Restorer"]
 
 _logger = logging.getLogger("pyckpt")
+
+T = TypeVar("T")
 
 
 class Restorer:
@@ -72,7 +74,7 @@ class Restorer:
     ) -> CheckpointInfo | None:
         """The newest checkpoint up to a step that every rank sees."""
         while True:
-            mine = self._catalog.newest(limit)
+            mine = self._together(partial(self._catalog.newest, limit), "looking for checkpoints")
             number = -1 if mine is None else mine.step
             if exactly is not None and number != exactly:
                 number, mine = -1, None
@@ -135,23 +137,22 @@ class Restorer:
         doubtful = self._ranks.on_any(keys, set(report.not_verified))
         if not doubtful:
             return report
-        without = together(
-            lambda: verify(
-                found.path,
-                metadata,
-                keys=set(doubtful),
-                share=(self._ranks.rank, self._ranks.size),
-                engine=self._engine,
-            ),
-            process_group=self._ranks.work,
-            doing="verifying",
+        share = partial(
+            verify,
+            found.path,
+            metadata,
+            keys=set(doubtful),
+            share=(self._ranks.rank, self._ranks.size),
+            engine=self._engine,
         )
+        without = self._together(share, "verifying")
         without = set(self._ranks.on_any(keys, without))
         return replace(report, not_verified=[key for key in report.not_verified if key in without])
 
     def _raise_if_damaged(self) -> None:
         """To start again from nothing, because everything is damaged, is not for us to decide."""
-        damaged = [e for e in self._catalog.entries() if e.state == "damaged"]
+        entries = self._together(self._catalog.entries, "looking for checkpoints")
+        damaged = [entry for entry in entries if entry.state == "damaged"]
         if self._ranks.largest(len(damaged)):
             what = "; ".join(map(str, damaged)) or "as other ranks see it"
             raise CorruptCheckpoint(
@@ -163,8 +164,12 @@ class Restorer:
     def _tell_newer(self, found: CheckpointInfo) -> None:
         if self._ranks.rank:
             return
-        newer = [step for step in self._catalog.steps() if step > found.step]
-        entries = [self._catalog.examine(step) for step in reversed(newer)]
+        try:
+            newer = [step for step in self._catalog.steps() if step > found.step]
+            entries = [self._catalog.examine(step) for step in reversed(newer)]
+        except OSError as error:  # the other ranks are through
+            _logger.warning("cannot tell what is newer than %s: %s", found.path, error)
+            return
         for entry in entries:
             if entry.state == "valid" and entry.step not in self.distrusted:
                 _logger.warning(
@@ -175,6 +180,10 @@ class Restorer:
                 )
             else:
                 _logger.warning("passed over %s", entry)
+
+    def _together(self, step: Callable[[], T], doing: str) -> T:
+        """Take a step on each rank, which fails on all if it fails on one."""
+        return together(step, process_group=self._ranks.work, doing=doing)
 
 
 def _is_damage(error: BaseException) -> bool:
