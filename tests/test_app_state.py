@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -452,6 +453,34 @@ class Box:
 
     def load_state_dict(self, state: Any) -> None:
         self.state = state
+
+
+class Noisy(Box):
+    """Draws random numbers whenever it is saved and restored."""
+
+    def state_dict(self) -> Any:
+        draw()
+        return super().state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        draw()
+        super().load_state_dict(state)
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(np.random.random()), torch.rand(()).item()
+
+
+@pytest.mark.parametrize("names", [("rng", "noisy", "data"), ("noisy", "data", "rng")])
+def test_random_numbers_go_on_whatever_objects_draw(names: Any, tmp_path: Path) -> None:
+    objects = {"rng": pyckpt.RngState(), "noisy": Noisy(1), "data": pyckpt.PerRank(Noisy(2))}
+    state = {name: objects[name] for name in names}
+    save(state, tmp_path)
+    expected = draw()
+    for fresh in (state, dict(reversed(state.items()))):
+        load(fresh, tmp_path)
+        assert draw() == expected
+    assert tuple(AppState(state).state_dict()) == names
 
 
 VALUES = {

@@ -23,6 +23,7 @@ from pyckpt.train.entry import Entry, GradScalerEntry, StatefulEntry, ValueEntry
 from pyckpt.train.modules import ModuleEntry, is_fsdp1, quiet, reshard
 from pyckpt.train.optimizers import optimizer_entry
 from pyckpt.train.per_rank import PerRank, RankEntry, RankState
+from pyckpt.train.rng import RngState
 from pyckpt.train.saved import Path, Rank, paths, tree
 
 __all__ = ["AppState"]
@@ -71,7 +72,9 @@ class AppState:
         Raises:
             TypeError: an object has a value that could not be loaded again.
         """
-        return {entry.name: entry.state() for entry in self._entries()}
+        entries = self._entries()
+        states = {entry.name: entry.state() for entry in sorted(entries, key=_is_rng)}
+        return {entry.name: states[entry.name] for entry in entries}
 
     def load(
         self,
@@ -219,7 +222,15 @@ def _blamed_on(name: str, kind: type[Exception]) -> Iterator[None]:
 
 
 def _turn(entry: Entry) -> int:
-    return 0 if isinstance(entry, ModuleEntry) else 2 if isinstance(entry, StatefulEntry) else 1
+    if isinstance(entry, ModuleEntry):
+        return 0
+    return 3 if _is_rng(entry) else 2 if isinstance(entry, StatefulEntry) else 1
+
+
+def _is_rng(entry: Entry) -> bool:
+    """Whether it is the random number generators, which the other objects may draw from while they
+    are saved and restored: their turn is last."""
+    return isinstance(entry, RankEntry) and isinstance(entry.value, RngState)
 
 
 def _entry(name: str, value: Any, modules: Mapping[str, nn.Module], rank: Rank) -> Entry:
