@@ -92,8 +92,8 @@ class AppState:
 
         Args:
             reader: of the checkpoint.
-            missing: what to do about objects, and parameters, that the checkpoint does not have:
-                raise a `LoadError`, or "keep" them as they are.
+            missing: what to do about objects, parameters, and keys of plain dicts that the
+                checkpoint does not have: raise a `LoadError`, or "keep" them as they are.
             allow: as for `pyckpt.load`.
             check: called once everything is read, with what this rank loaded and the checkpoint's
                 metadata, before any ``load_state_dict``; raises on all ranks, or on none.
@@ -124,7 +124,7 @@ class AppState:
             if check is not None:
                 report = check(report, plan.reader.read_metadata())
             together(lambda: self._restore(plan), process_group=self._group, doing="restoring")
-        return replace(report, kept=[*report.kept, *plan.absent])
+        return replace(report, kept=[*report.kept, *plan.absent, *plan.kept])
 
     def _entries(self) -> list[Entry]:
         modules = {k: v for k, v in self._objects.items() if isinstance(v, nn.Module)}
@@ -146,6 +146,7 @@ class AppState:
         return plan
 
     def _restore(self, plan: _Plan) -> None:
+        plan.settle(plan.states)
         # Schedulers may look at their optimizers, and optimizers at their parameters.
         for entry in sorted(plan.entries, key=_turn):
             with _blamed_on(entry.name, Exception):
@@ -178,6 +179,8 @@ class _Plan:
         for entry in self.entries:
             with _blamed_on(entry.name, OSError):
                 self.states[entry.name] = entry.template(saved[entry.name])
+        self._missing = missing
+        self.settle(saved)
         self._by_name = {entry.name: entry for entry in self.entries}
         self._paths = paths(metadata)
         wanted = {
@@ -186,6 +189,22 @@ class _Plan:
             if self._wants(self._paths[key])
         }
         self.reader = _Narrowed(reader, replace(metadata, state_dict_metadata=wanted))
+
+    def settle(self, found: Mapping[str, Any]) -> None:
+        """Apply the policy to keys of plain dicts that were not saved, by what is known of those
+        that were: the checkpoint's metadata first, then all that was loaded."""
+        self.kept = [
+            key
+            for entry in self.entries
+            if isinstance(entry, ValueEntry)
+            for key in entry.absent(found[entry.name])
+        ]
+        if self.kept and self._missing == "error":
+            raise LoadError(
+                f"keys of the state that the checkpoint does not have ({len(self.kept)}): "
+                f"{some(self.kept, 20)}; pass missing='keep' to leave them as they are",
+                missing=tuple(self.kept),
+            )
 
     def create(self, key: str, item: TensorStorageMetadata) -> torch.Tensor | None:
         name, *rest = self._paths[key]

@@ -112,6 +112,11 @@ class ValueEntry(Entry):
     def template(self, saved: Tree) -> Any:
         return values.template(self.state(), saved)
 
+    def absent(self, saved: Any) -> list[str]:
+        """Keys that the value has and the checkpoint has not: as the ``Tree`` of it tells, which
+        hides dicts that were empty, or as what was loaded does."""
+        return values.absent(self.value, values.decode(saved), self.name)
+
     def restore(self, loaded: Any) -> None:
         """Leave in ``value`` what is to stand in the state."""
-        self.value = values.assign(self.value, values.decode(loaded))
+        self.value = values.assign(self.value, values.decode(loaded), keep=True)
