@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.utils.data
 from _ranks import Pipe, run_child, run_ranks
 
+import pyckpt
 from pyckpt import Checkpointer
 from pyckpt.errors import LoadError
+from pyckpt.train.app_state import AppState
 
 
 class Corpus:
@@ -160,3 +164,58 @@ def test_a_restore_that_is_over_does_not_fail(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     save(directory, 1, mover=Mover(directory))
     assert run_ranks(2, restore_and_lose, directory) == [1, 1]
+
+
+class Unready:
+    """Has no state before it is used."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("not used yet")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Opaque:
+    """A class that loading would not make."""
+
+
+class Holder(Unready):
+    def state_dict(self) -> dict[str, Any]:
+        return {"inside": Opaque()}
+
+
+UNUSABLE: dict[str, Callable[[], Any]] = {
+    "data": lambda: torch.utils.data.DataLoader([1, 2]),  # type: ignore[arg-type]
+    "config": lambda: {"of": [Opaque()]},
+    "holder": Holder,
+    "own": lambda: pyckpt.PerRank([Opaque()]),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_what_cannot_be_saved_is_refused_at_the_start(name: str, tmp_path: Path) -> None:
+    state = {name: UNUSABLE[name](), "step": 0}
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(TypeError) as at_start:
+            checkpointer.restore(state)
+        with pytest.raises(TypeError, match=name) as when_saved:
+            AppState(state).state_dict()
+        assert str(at_start.value) == str(when_saved.value)
+        assert checkpointer.restore({"step": 0, "later": Unready()}) is None
+
+
+def restore_unusable(directory: Path) -> str:
+    state = {"config": Opaque() if dist.get_rank() == 1 else None}
+    with (
+        Checkpointer(directory) as checkpointer,
+        pytest.raises((TypeError, LoadError)) as info,
+    ):
+        checkpointer.restore(state)
+    return f"{info.type.__name__}: {info.value}"
+
+
+def test_all_ranks_refuse_what_one_cannot_save(tmp_path: Path) -> None:
+    first, second = run_ranks(2, restore_unusable, tmp_path)
+    assert first.startswith("LoadError: the state of another rank")
+    assert second.startswith("TypeError: config is or contains")

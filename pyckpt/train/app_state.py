@@ -76,6 +76,16 @@ class AppState:
         states = {entry.name: entry.state() for entry in sorted(entries, key=_is_rng)}
         return {entry.name: states[entry.name] for entry in entries}
 
+    def check(self) -> None:
+        """Raise what ``state_dict`` would, as far as can be told beforehand: better now than at the
+        first save, hours later. Without communication.
+
+        Raises:
+            TypeError: as ``state_dict``.
+        """
+        for entry in self._entries():
+            entry.check()
+
     def load(
         self,
         reader: StorageReader,

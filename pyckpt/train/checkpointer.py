@@ -343,6 +343,7 @@ class Checkpointer:
 
         Raises:
             FileNotFoundError: there is no valid checkpoint of ``step``.
+            TypeError: an object in ``state`` could not be saved; also where there is no checkpoint.
             LoadError: the checkpoint does not fit the state; or some ranks see checkpoints where
                 others see none, so that the directory is not the same one on all of them.
             CorruptCheckpoint: there are checkpoints, and none can be read. ``state`` may have been

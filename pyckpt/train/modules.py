@@ -118,6 +118,10 @@ class ModuleEntry(Entry):
             for name, (_, value) in self._raw().items()
         } or values.encode({}, self.name)
 
+    def check(self) -> None:
+        if not is_fsdp1(self._module):  # whose states are collective
+            self.state()
+
     def template(self, saved: Tree) -> Any:
         live = self._raw()
         saved = saved if isinstance(saved, dict) else {}

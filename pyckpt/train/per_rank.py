@@ -178,6 +178,11 @@ class RankEntry(Entry):
     def state(self) -> Any:
         return self.value._state(self._rank, self.name)
 
+    def check(self) -> None:
+        # Asking a dataloader for its state may start its workers.
+        if isinstance(self.value, PerRank) and not _is_stateful(self.value.value):
+            self.state()
+
     def template(self, saved: Tree) -> Any:
         self._saved, keys = self.value._wanted(saved, self._rank, self.name)
         self._keys = frozenset(keys)

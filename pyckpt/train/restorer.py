@@ -47,6 +47,7 @@ class Restorer:
         self, state: Mapping[str, Any], step: int | None, options: Mapping[str, Any]
     ) -> int | None:
         """See ``Checkpointer.restore``."""
+        self._refuse_unusable(state)
         limit = step
         first: Exception | None = None
         while True:
@@ -68,6 +69,16 @@ class Restorer:
             )
             self.distrusted.add(found.step)
             limit = found.step - 1
+
+    def _refuse_unusable(self, state: Mapping[str, Any]) -> None:
+        """Raise for objects that could not be saved, also where there is nothing to restore."""
+        failure: Exception | None = None
+        try:
+            AppState(state, process_group=self._ranks.work).check()
+        except Exception as error:
+            failure = error
+        if self._ranks.largest(int(failure is not None)):
+            raise failure or LoadError("the state of another rank cannot be saved")
 
     def _agree_on_newest(
         self, limit: int | None, *, exactly: int | None = None
