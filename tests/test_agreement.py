@@ -111,6 +111,73 @@ def test_what_one_rank_hears_all_do_at_once() -> None:
     assert stops == 1
 
 
+class Clock:
+    """Stands in the place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+        agreement_module.time = self  # type: ignore[attr-defined]
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def _uneven_steps() -> int:
+    """Nine steps are queued in a millisecond each, and with the tenth one waits for them."""
+    clock = Clock()
+    agreement = _agreement(Known())
+    for step in range(1, 100):
+        clock.now += 0.001 if step % 10 else 1.0
+        agreement.at(step)
+    ahead = agreement._promise(1.0) - 99
+    agreement.close(wait=True)
+    return ahead
+
+
+def test_a_few_short_steps_are_not_the_pace() -> None:
+    (ahead,) = run_ranks(1, _uneven_steps)
+    assert ahead < 50
+
+
+class Recorded(GroupAgreement):
+    def _promise(self, seconds: float) -> int:
+        asked.append(seconds)
+        return super()._promise(seconds)
+
+
+asked: list[float] = []
+
+
+def _held_up() -> list[float]:
+    """It takes a hundred seconds to know of the first stop."""
+    clock = Clock()
+    known = Known()
+
+    def facts() -> Facts:
+        if known.facts.stops == 1:
+            clock.now += 100
+        return known.facts
+
+    group = dist.new_group(backend="gloo")
+    assert group is not None
+    agreement = Recorded(facts, group)
+    for step in range(1, 10**9):
+        dist.barrier()
+        clock.now += 1
+        if agreement.at(step).stops == known.facts.stops:
+            if known.facts.stops == 2:
+                break
+            known.add("stops")
+    agreement.close(wait=True)
+    return asked
+
+
+def test_a_round_that_is_held_up_does_not_make_later_ones_late() -> None:
+    ((first, second),) = run_ranks(1, _held_up)
+    assert first == 0
+    assert second == agreement_module._AHEAD_SECONDS
+
+
 def _saved_is_the_least() -> list[int]:
     rank = dist.get_rank()
     known = Known()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -454,6 +455,34 @@ class Box:
         self.state = state
 
 
+class Noisy(Box):
+    """Draws random numbers whenever it is saved and restored."""
+
+    def state_dict(self) -> Any:
+        draw()
+        return super().state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        draw()
+        super().load_state_dict(state)
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(np.random.random()), torch.rand(()).item()
+
+
+@pytest.mark.parametrize("names", [("rng", "noisy", "data"), ("noisy", "data", "rng")])
+def test_random_numbers_go_on_whatever_objects_draw(names: Any, tmp_path: Path) -> None:
+    objects = {"rng": pyckpt.RngState(), "noisy": Noisy(1), "data": pyckpt.PerRank(Noisy(2))}
+    state = {name: objects[name] for name in names}
+    save(state, tmp_path)
+    expected = draw()
+    for fresh in (state, dict(reversed(state.items()))):
+        load(fresh, tmp_path)
+        assert draw() == expected
+    assert tuple(AppState(state).state_dict()) == names
+
+
 VALUES = {
     "nothing": {},
     "numbers": {"a": 1, "b": 2.5, "c": 1j, "d": True, "e": None, "f": "text", "g": b"bytes"},
@@ -479,7 +508,7 @@ def test_states_of_objects_come_back_alike(name: str, tmp_path: Path) -> None:
 def test_plain_values_come_back_alike(name: str, tmp_path: Path) -> None:
     state = {"value": copy.deepcopy(VALUES[name]), "other": 1}
     save(state, tmp_path)
-    for template in ({"value": None}, {"value": {}}, {"value": {"t": 1}}, {"value": [1]}):
+    for template in ({"value": None}, {"value": {}}, {"value": {9: 1}}, {"value": [1]}):
         load(template, tmp_path)
         assert_equal(template, {"value": VALUES[name]})
 
@@ -489,7 +518,7 @@ def test_plain_values_are_filled_in_place(tmp_path: Path) -> None:
         {"step": 7, "history": {"loss": [3.0, 2.0]}, "best": None, "weights": torch.ones(3)},
         tmp_path,
     )
-    history: dict[str, Any] = {"loss": [], "other": 1}
+    history: dict[str, Any] = {"loss": []}
     losses, weights = history["loss"], torch.zeros(3)
     state = {"step": 0, "history": history, "best": 1.5, "weights": weights}
     report = load(state, tmp_path)
@@ -499,6 +528,49 @@ def test_plain_values_are_filled_in_place(tmp_path: Path) -> None:
     assert weights.tolist() == [1, 1, 1]
     assert "weights" in report.loaded
     assert not report.left_out
+
+
+ADDED = [  # what was saved, what the program has now, what it adds, and the two together
+    ({"a": 1}, {"a": 0, "new": 2}, "value.new", {"a": 1, "new": 2}),
+    ({}, {"new": 2}, "value.new", {"new": 2}),
+    ({"a": {"b": 1}}, {"a": {"b": 0, "c": {}}}, "value.a.c", {"a": {"b": 1, "c": {}}}),
+    ({"a": {}, "b": [1]}, {"a": {"b": 0}, "b": []}, "value.a.b", {"a": {"b": 0}, "b": [1]}),
+]
+
+
+@pytest.mark.parametrize(("saved", "live", "added", "both"), ADDED)
+def test_keys_that_were_added_since_the_save(
+    saved: Any, live: Any, added: str, both: Any, tmp_path: Path
+) -> None:
+    save({"value": saved, "weights": torch.ones(3)}, tmp_path)
+    value = copy.deepcopy(live)
+    state = {"value": value, "weights": torch.zeros(3)}
+    with pytest.raises(LoadError, match=f"{added}; pass missing='keep'") as info:
+        load(state, tmp_path)
+    assert info.value.missing == (added,)
+    assert value == live
+    report = load(state, tmp_path, missing="keep")
+    assert report.kept == [added]
+    assert state["value"] is value
+    assert value == both
+
+
+@pytest.mark.parametrize(
+    ("saved", "live"),
+    [
+        ({1: "a"}, {1: "b", 2: "c"}),
+        (Counter("a"), Counter("ab")),
+        ([{"a": 1}], [{"a": 2, "b": 3}, 4]),
+        (3, {"a": 1}),
+        (None, {"a": 1}),
+    ],
+)
+def test_what_is_data_comes_back_as_it_was(saved: Any, live: Any, tmp_path: Path) -> None:
+    save({"value": saved}, tmp_path)
+    for missing in ("error", "keep"):
+        state = {"value": copy.deepcopy(live)}
+        assert not load(state, tmp_path, missing=missing).kept
+        assert_equal(state["value"], saved)
 
 
 def test_numbers_of_numpy_become_python_s(tmp_path: Path) -> None:

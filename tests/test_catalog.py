@@ -193,6 +193,16 @@ def test_other_names_are_foreign(tmp_path: Path) -> None:
     assert [(e.step, e.state) for e in entries] == [(100, "valid")] + [(None, "foreign")] * 5
 
 
+def test_what_cannot_be_looked_at_does_not_hide_the_rest(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    (tmp_path / directory_name(2)).symlink_to(directory_name(2))
+    catalog = catalog_of(tmp_path)
+    assert [(e.step, e.state) for e in catalog.entries()] == [(1, "valid"), (2, "damaged")]
+    newest = catalog.newest()
+    assert newest is not None
+    assert newest.step == 1
+
+
 def test_damage_is_found_by_checksum_wherever_it_is(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     metadata = metadata_format.read(path / ".metadata")
@@ -223,6 +233,21 @@ def test_checksums_of_payloads_larger_than_a_piece(
             verify(path, metadata)
         damage(path, info.offset + vars(info)["payload_offset"] + at)
     verify(path, metadata)
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_shares_of_a_checkpoint(stock: bool, tmp_path: Path) -> None:
+    path = write(tmp_path, 1, stock=stock)
+    metadata = metadata_format.read(path / ".metadata")
+    assert not any(verify(path, metadata, share=(i, 3)) for i in range(3))
+    damage(path, data_file(path).stat().st_size // 2)
+    damaged = []
+    for i in range(3):
+        try:
+            verify(path, metadata, share=(i, 3))
+        except CorruptCheckpoint:
+            damaged.append(i)
+    assert len(damaged) == 1
 
 
 def test_a_piece_is_a_multiple_of_any_element() -> None:

@@ -498,6 +498,41 @@ def test_a_damaged_shard(tmp_path: Path) -> None:
     assert run_ranks(3, _damaged_shard, tmp_path) == [(1, True)] * 3
 
 
+def _save_sharded(directory: Path) -> None:
+    model = torch.nn.Linear(64, 64, bias=False)
+    fully_shard(model)
+    with Checkpointer(directory) as checkpointer:
+        for step in (1, 2):
+            with torch.no_grad():
+                model.weight.fill_(float(step))
+            checkpointer.save(step, {"model": model, "objects": {"step": step}})
+
+
+def _restore_sharded(directory: Path) -> tuple[int | None, bool, list[str]]:
+    model = torch.nn.Linear(64, 64, bias=False)
+    fully_shard(model)
+    with Checkpointer(directory) as checkpointer:
+        step = checkpointer.restore({"model": model, "objects": {}})
+        assert checkpointer.load_report is not None
+        return (
+            step,
+            bool((model.weight.full_tensor() == float(step or 0)).all()),
+            checkpointer.load_report.not_verified,
+        )
+
+
+@pytest.mark.parametrize("damaged", [None, 0, 1])
+def test_damage_in_what_each_rank_reads_a_part_of(damaged: int | None, tmp_path: Path) -> None:
+    run_ranks(2, _save_sharded, tmp_path)
+    if damaged is not None:
+        (file,) = (tmp_path / "step-00000002").glob(f"__{damaged}_*.distcp")
+        data = bytearray(file.read_bytes())
+        data[4096] ^= 1
+        file.write_bytes(data)
+    expected = 2 if damaged is None else 1
+    assert run_ranks(4, _restore_sharded, tmp_path) == [(expected, True, [])] * 4
+
+
 # --- keeping, exporting, leaving ------------------------------------------------------------------
 
 

@@ -46,10 +46,12 @@ def make(kind: str, optimizer: str, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     model: nn.Module = Net().double()
     world = dist.get_world_size()
-    if kind == "fsdp2":
-        mesh = init_device_mesh("cpu", (world,))
-        fully_shard(model.module, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+    if kind.startswith("fsdp2"):
+        options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (world,))}
+        if kind == "fsdp2-kept-whole":
+            options["reshard_after_forward"] = False
+        fully_shard(model.module, **options)
+        fully_shard(model, **options)
     elif kind == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     elif kind == "compiled-ddp":
@@ -112,6 +114,19 @@ def save_and_go_on(path: str, kind: str, optimizer: str, seed: int = 0) -> Any:
     return whole(state)
 
 
+def save_evaluated(path: str, kind: str) -> Any:
+    """As save_and_go_on, with an evaluation before the save; and what was saved by which names."""
+    state = make(kind, "AdamW", 0)
+    train(state, BEFORE)
+    with torch.no_grad():
+        state["model"](torch.zeros(1, 5, dtype=torch.float64))
+    saved = AppState(state).state_dict()
+    names = list(saved["optimizer"]["state"])
+    dcp.save(saved, storage_writer=pyckpt.DirectWriter(path))
+    train(state, AFTER)
+    return whole(state), names
+
+
 def restore_and_go_on(path: str, kind: str, optimizer: str) -> Any:
     state = make(kind, optimizer, seed=1)
     model = state["model"]
@@ -172,6 +187,15 @@ def test_training_goes_on(
         "module.weight", "module.bias", "scale", "frozen", "head.weight", "back.weight", "seen",
     }  # fmt: skip
     assert set(expected["optimizer"]["state"]) == names - {"frozen", "back.weight", "seen"}
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp2-kept-whole"])
+def test_an_evaluation_before_the_save(tmp_path: Path, kind: str) -> None:
+    """It leaves the parameters whole in FSDP2's modules, and those are not the optimizer's."""
+    expected, names = run_ranks(2, save_evaluated, str(tmp_path), kind)[0]
+    assert set(names) == {"module.weight", "module.bias", "scale", "head.weight"}
+    for found in run_ranks(2, restore_and_go_on, str(tmp_path), kind, "AdamW"):
+        assert_same(unpacked(found), unpacked(expected), exact=True)
 
 
 def fsdp1(path: str) -> dict[str, Any]:

@@ -35,6 +35,10 @@ _logger = logging.getLogger("pyckpt")
 
 _PERIOD_SECONDS = 0.1
 _EXIT_SECONDS = 5.0
+# Farther ahead, a round that was held up once would make signals act late for long; nearer,
+# training would wait for the next that is.
+_AHEAD_SECONDS = 1.0
+_SHORTEST_STEP_SECONDS = 1e-6
 _NEVER = -(1 << 62)  # before any step
 
 
@@ -96,7 +100,7 @@ class GroupAgreement(Agreement):
         self._in_force = Facts()
         self._coming: list[tuple[int, Facts]] = []  # from which step on
         self._over = False
-        self._pace = 0.0  # steps a second
+        self._step_seconds = 0.0
         self._stepped = 0.0
         # Own synchronisation.
         self._closing = threading.Event()
@@ -109,9 +113,13 @@ class GroupAgreement(Agreement):
     def at(self, step: int) -> Facts:
         now = time.monotonic()
         with self._condition:
-            if self._stepped and now > self._stepped:
-                pace = (step - self._step) / (now - self._stepped)
-                self._pace = pace if not self._pace else 0.8 * self._pace + 0.2 * pace
+            if self._stepped:
+                # A mean of times, not of paces: a program that queues steps for a GPU takes almost
+                # no time for some, and the time of several for the next.
+                took = (now - self._stepped) / max(1, step - self._step)
+                took = max(took, _SHORTEST_STEP_SECONDS)
+                before = self._step_seconds
+                self._step_seconds = 0.8 * before + 0.2 * took if before else took
             self._step, self._stepped = step, now
             while self._promised is not None and step >= self._promised:
                 self._condition.wait()
@@ -147,6 +155,7 @@ class GroupAgreement(Agreement):
                     self._announce(step, facts)
                     # How long both halves take, and a bit more.
                     seconds = max(2 * (time.monotonic() - start), 0.9 * seconds)
+                    seconds = min(seconds, _AHEAD_SECONDS)
                 if not open_ranks:
                     return
                 self._left.wait(_PERIOD_SECONDS)
@@ -169,7 +178,8 @@ class GroupAgreement(Agreement):
             if self._step == _NEVER:
                 self._promised = _NEVER
             else:
-                self._promised = self._step + 1 + int(seconds * self._pace)
+                ahead = seconds / self._step_seconds if self._step_seconds else 0.0
+                self._promised = self._step + 1 + int(ahead)
             return self._promised
 
     def _announce(self, step: int, facts: Facts) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -18,11 +18,12 @@ from pyckpt.dcp.load import load
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.report import LoadReport, some
 from pyckpt.dcp.together import together
-from pyckpt.errors import LoadError
+from pyckpt.errors import LoadError, PyckptError
 from pyckpt.train.entry import Entry, GradScalerEntry, StatefulEntry, ValueEntry
-from pyckpt.train.modules import ModuleEntry, is_fsdp1, quiet
+from pyckpt.train.modules import ModuleEntry, is_fsdp1, quiet, reshard
 from pyckpt.train.optimizers import optimizer_entry
 from pyckpt.train.per_rank import PerRank, RankEntry, RankState
+from pyckpt.train.rng import RngState
 from pyckpt.train.saved import Path, Rank, paths, tree
 
 __all__ = ["AppState"]
@@ -71,7 +72,19 @@ class AppState:
         Raises:
             TypeError: an object has a value that could not be loaded again.
         """
-        return {entry.name: entry.state() for entry in self._entries()}
+        entries = self._entries()
+        states = {entry.name: entry.state() for entry in sorted(entries, key=_is_rng)}
+        return {entry.name: states[entry.name] for entry in entries}
+
+    def check(self) -> None:
+        """Raise what ``state_dict`` would, as far as can be told beforehand: better now than at the
+        first save, hours later. Without communication.
+
+        Raises:
+            TypeError: as ``state_dict``.
+        """
+        for entry in self._entries():
+            entry.check()
 
     def load(
         self,
@@ -79,6 +92,7 @@ class AppState:
         *,
         missing: Literal["error", "keep"] = "error",
         allow: Sequence[Allowed] = (),
+        check: Callable[[LoadReport, Metadata], LoadReport] | None = None,
     ) -> LoadReport:
         """Restore the objects from a checkpoint, saved on any number of ranks. Collective.
 
@@ -88,9 +102,11 @@ class AppState:
 
         Args:
             reader: of the checkpoint.
-            missing: what to do about objects, and parameters, that the checkpoint does not have:
-                raise a `LoadError`, or "keep" them as they are.
+            missing: what to do about objects, parameters, and keys of plain dicts that the
+                checkpoint does not have: raise a `LoadError`, or "keep" them as they are.
             allow: as for `pyckpt.load`.
+            check: called once everything is read, with what this rank loaded and the checkpoint's
+                metadata, before any ``load_state_dict``; raises on all ranks, or on none.
 
         Returns:
             What this rank loaded.
@@ -99,8 +115,8 @@ class AppState:
             TypeError: ``objects`` cannot be written to, and has plain values.
             Exception: as `pyckpt.load`; on all ranks alike. ``LoadError`` also for objects that
                 cannot be brought from one number of ranks to another, and for what an object's own
-                ``load_state_dict`` raises. Before that, nothing is changed by errors that the
-                checkpoint's metadata tell of.
+                ``load_state_dict`` raises; an ``OSError`` is always of the checkpoint's files.
+                Before that, nothing is changed by errors that the checkpoint's metadata tell of.
         """
         flat = any(isinstance(v, nn.Module) and is_fsdp1(v) for v in self._objects.values())
         with quiet() if flat else nullcontext():
@@ -115,16 +131,21 @@ class AppState:
                 create=plan.create,
                 process_group=self._group,
             )
+            if check is not None:
+                report = check(report, plan.reader.read_metadata())
             together(lambda: self._restore(plan), process_group=self._group, doing="restoring")
-        return replace(report, kept=[*report.kept, *plan.absent])
+        return replace(report, kept=[*report.kept, *plan.absent, *plan.kept])
 
     def _entries(self) -> list[Entry]:
         modules = {k: v for k, v in self._objects.items() if isinstance(v, nn.Module)}
+        reshard(modules.values())
         rank = Rank.of(self._group)
         return [_entry(name, value, modules, rank) for name, value in self._objects.items()]
 
     def _plan(self, reader: StorageReader, missing: str) -> _Plan:
-        plan = _Plan(self._entries(), reader, missing)
+        with _blamed_on("the state", OSError):
+            entries = self._entries()
+        plan = _Plan(entries, reader, missing)
         if not isinstance(self._objects, MutableMapping):
             fixed = [one.name for one in plan.entries if isinstance(one, ValueEntry) and one.fixed]
             if fixed:
@@ -135,9 +156,11 @@ class AppState:
         return plan
 
     def _restore(self, plan: _Plan) -> None:
+        plan.settle(plan.states)
         # Schedulers may look at their optimizers, and optimizers at their parameters.
         for entry in sorted(plan.entries, key=_turn):
-            entry.restore(plan.states[entry.name])
+            with _blamed_on(entry.name, Exception):
+                entry.restore(plan.states[entry.name])
             if isinstance(entry, ValueEntry):
                 self._put(entry.name, entry.value)
 
@@ -162,7 +185,12 @@ class _Plan:
                 missing=tuple(self.absent),
             )
         self.entries = [entry for entry in entries if entry.name in saved]
-        self.states = {entry.name: entry.template(saved[entry.name]) for entry in self.entries}
+        self.states = {}
+        for entry in self.entries:
+            with _blamed_on(entry.name, OSError):
+                self.states[entry.name] = entry.template(saved[entry.name])
+        self._missing = missing
+        self.settle(saved)
         self._by_name = {entry.name: entry for entry in self.entries}
         self._paths = paths(metadata)
         wanted = {
@@ -171,6 +199,22 @@ class _Plan:
             if self._wants(self._paths[key])
         }
         self.reader = _Narrowed(reader, replace(metadata, state_dict_metadata=wanted))
+
+    def settle(self, found: Mapping[str, Any]) -> None:
+        """Apply the policy to keys of plain dicts that were not saved, by what is known of those
+        that were: the checkpoint's metadata first, then all that was loaded."""
+        self.kept = [
+            key
+            for entry in self.entries
+            if isinstance(entry, ValueEntry)
+            for key in entry.absent(found[entry.name])
+        ]
+        if self.kept and self._missing == "error":
+            raise LoadError(
+                f"keys of the state that the checkpoint does not have ({len(self.kept)}): "
+                f"{some(self.kept, 20)}; pass missing='keep' to leave them as they are",
+                missing=tuple(self.kept),
+            )
 
     def create(self, key: str, item: TensorStorageMetadata) -> torch.Tensor | None:
         name, *rest = self._paths[key]
@@ -195,8 +239,27 @@ class _Narrowed:
         return getattr(self._reader, name)
 
 
+@contextmanager
+def _blamed_on(name: str, kind: type[Exception]) -> Iterator[None]:
+    """Tell errors of this kind that an object raises from those of reading the checkpoint."""
+    try:
+        yield
+    except PyckptError:
+        raise
+    except kind as error:
+        raise LoadError(f"{name}: {type(error).__name__}: {error}") from error
+
+
 def _turn(entry: Entry) -> int:
-    return 0 if isinstance(entry, ModuleEntry) else 2 if isinstance(entry, StatefulEntry) else 1
+    if isinstance(entry, ModuleEntry):
+        return 0
+    return 3 if _is_rng(entry) else 2 if isinstance(entry, StatefulEntry) else 1
+
+
+def _is_rng(entry: Entry) -> bool:
+    """Whether it is the random number generators, which the other objects may draw from while they
+    are saved and restored: their turn is last."""
+    return isinstance(entry, RankEntry) and isinstance(entry.value, RngState)
 
 
 def _entry(name: str, value: Any, modules: Mapping[str, nn.Module], rank: Rank) -> Entry:

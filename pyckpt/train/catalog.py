@@ -10,6 +10,7 @@ Finding the newest costs one listing and the metadata of one checkpoint, however
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import json
@@ -37,6 +38,7 @@ __all__ = [
     "CheckpointInfo",
     "DirectoryEntry",
     "directory_name",
+    "is_shortage",
     "note",
     "reading",
 ]
@@ -53,6 +55,7 @@ REMOVED = ".metadata.removed"
 _DIRECTORY = re.compile(r"step-(\d{8,})")
 _DATA_FILE = re.compile(r"__\d+_[^/]+\.distcp|\.metadata\.tmp")
 _NAMES_SHOWN = 3
+_SHORTAGES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 def directory_name(step: int) -> str:
@@ -137,10 +140,14 @@ class Catalog:
         return self.directory / directory_name(step)
 
     def steps(self) -> list[int]:
-        """Steps that have a directory, valid or not, newest first."""
+        """Steps that have a directory, valid or not, newest first.
+
+        Raises:
+            OSError: there is something, and it cannot be listed.
+        """
         try:
             with os.scandir(self.directory) as entries:
-                steps = [_step_of(entry.name) for entry in entries if entry.is_dir()]
+                steps = [_step_of(entry.name) for entry in entries if _is_dir(entry)]
         except FileNotFoundError:
             return []
         return sorted((step for step in steps if step is not None), reverse=True)
@@ -181,6 +188,9 @@ class Catalog:
         Args:
             step: the step; its directory need not exist.
             verify: read all of a valid checkpoint and compare checksums.
+
+        Raises:
+            OSError: this process has no memory or descriptors left to look with.
         """
         path = self.path(step)
         try:
@@ -198,6 +208,8 @@ class Catalog:
         except FileNotFoundError as error:
             return self._without_metadata(step, path, error)
         except (OSError, PyckptError) as error:
+            if is_shortage(error):
+                raise
             return DirectoryEntry(path, step, "damaged", str(error))
         return DirectoryEntry(path, step, "valid", checkpoint=known.checkpoint)
 
@@ -223,6 +235,8 @@ class Catalog:
         try:
             names = set(os.listdir(path))
         except OSError as gone:
+            if is_shortage(gone):
+                raise
             return DirectoryEntry(path, step, "foreign", str(gone))
         if commit.metadata_name() in names:
             return DirectoryEntry(path, step, "damaged", str(error))
@@ -233,6 +247,18 @@ class Catalog:
             return DirectoryEntry(path, step, "unfinished", "its save did not get to the commit")
         shown = ", ".join(others[:_NAMES_SHOWN]) + (", ..." if len(others) > _NAMES_SHOWN else "")
         return DirectoryEntry(path, step, "foreign", f"it has no metadata, and holds {shown}")
+
+
+def _is_dir(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return True  # one that cannot be looked at does not hide the others; `examine` tells of it
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether a call failed for want of memory or descriptors, which says nothing of the file."""
+    return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 
 def _read_note(path: Path, metadata: Metadata, step: int) -> tuple[bool, dict[str, float]]:

@@ -372,10 +372,13 @@ class Checkpointer:
 
         Raises:
             FileNotFoundError: there is no valid checkpoint of ``step``.
+            TypeError: an object in ``state`` could not be saved; also where there is no checkpoint.
             LoadError: the checkpoint does not fit the state; or some ranks see checkpoints where
                 others see none, so that the directory is not the same one on all of them.
             CorruptCheckpoint: there are checkpoints, and none can be read. ``state`` may have been
                 changed.
+            OSError: the directory cannot be listed on some rank, or memory or descriptors are
+                short; raised on all ranks.
         """
         self._check_open()
         self._saver.wait()

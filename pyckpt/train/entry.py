@@ -25,6 +25,11 @@ class Entry(ABC):
     def state(self) -> Any:
         """What to save: live tensors and values, nested."""
 
+    def check(self) -> None:
+        """Raise what ``state`` raises for an object that cannot be saved, as far as can be told
+        without communication, and before the object was ever used."""
+        self.state()
+
     @abstractmethod
     def template(self, saved: Tree) -> Any:
         """What to load into, given what the checkpoint holds of it. None, at any depth, stands for
@@ -56,6 +61,13 @@ class StatefulEntry(Entry):
 
     def state(self) -> Any:
         return values.encode(self._value.state_dict(), self.name)
+
+    def check(self) -> None:
+        try:
+            state = self._value.state_dict()
+        except Exception:
+            return  # it may have none before it is used
+        values.encode(state, self.name)
 
     def template(self, saved: Tree) -> Any:
         return values.template(self.state(), saved)
@@ -112,6 +124,11 @@ class ValueEntry(Entry):
     def template(self, saved: Tree) -> Any:
         return values.template(self.state(), saved)
 
+    def absent(self, saved: Any) -> list[str]:
+        """Keys that the value has and the checkpoint has not: as the ``Tree`` of it tells, which
+        hides dicts that were empty, or as what was loaded does."""
+        return values.absent(self.value, values.decode(saved), self.name)
+
     def restore(self, loaded: Any) -> None:
         """Leave in ``value`` what is to stand in the state."""
-        self.value = values.assign(self.value, values.decode(loaded))
+        self.value = values.assign(self.value, values.decode(loaded), keep=True)

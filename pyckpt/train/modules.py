@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +19,7 @@ from pyckpt.train import values
 from pyckpt.train.entry import Entry
 from pyckpt.train.saved import Tree
 
-__all__ = ["ModuleEntry", "Names", "is_fsdp1", "quiet", "sharded"]
+__all__ = ["ModuleEntry", "Names", "is_fsdp1", "quiet", "reshard", "sharded"]
 
 # What FSDP1, activation checkpointing and torch.compile put into names. DDP's "module" may be
 # anyone's name for a submodule, and needs a look at the module.
@@ -51,6 +52,18 @@ def is_fsdp1(module: nn.Module) -> bool:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     return any(isinstance(sub, FullyShardedDataParallel) for sub in module.modules())
+
+
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Have FSDP2 put the parameters into modules that optimizers know. A forward may leave others
+    there, whole, until the backward, which an evaluation never comes to."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    for module in modules:
+        for sub in module.modules():
+            if isinstance(sub, fsdp.FSDPModule):
+                sub.reshard()
 
 
 @contextmanager
@@ -104,6 +117,10 @@ class ModuleEntry(Entry):
             else values.encode(value, f"{self.name}.{name}")
             for name, (_, value) in self._raw().items()
         } or values.encode({}, self.name)
+
+    def check(self) -> None:
+        if not is_fsdp1(self._module):  # whose states are collective
+            self.state()
 
     def template(self, saved: Tree) -> Any:
         live = self._raw()

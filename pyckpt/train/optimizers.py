@@ -222,6 +222,9 @@ class FlatOptimizerEntry(Entry):
         ]
         return {**values.encode({"state": named}, self.name), "param_groups": groups}
 
+    def check(self) -> None:
+        pass  # its state is collective
+
     def template(self, saved: Tree) -> Any:
         names = Names(self._module)
         with sharded(self._module):

@@ -170,16 +170,21 @@ class RankEntry(Entry):
 
     def __init__(self, name: str, value: RankState, rank: Rank) -> None:
         super().__init__(name)
-        self._value = value
+        self.value = value
         self._rank = rank
         self._saved = 0
         self._keys: frozenset[str] = frozenset()
 
     def state(self) -> Any:
-        return self._value._state(self._rank, self.name)
+        return self.value._state(self._rank, self.name)
+
+    def check(self) -> None:
+        # Asking a dataloader for its state may start its workers.
+        if isinstance(self.value, PerRank) and not _is_stateful(self.value.value):
+            self.state()
 
     def template(self, saved: Tree) -> Any:
-        self._saved, keys = self._value._wanted(saved, self._rank, self.name)
+        self._saved, keys = self.value._wanted(saved, self._rank, self.name)
         self._keys = frozenset(keys)
         return dict.fromkeys(keys)
 
@@ -188,6 +193,6 @@ class RankEntry(Entry):
 
     def restore(self, loaded: Any) -> None:
         try:
-            self._value._restore(loaded, self._saved, self._rank)
+            self.value._restore(loaded, self._saved, self._rank)
         except LoadError as error:
             raise LoadError(f"{self.name}: {error}") from error

@@ -141,37 +141,66 @@ def verify(
     metadata: Metadata,
     *,
     keys: Collection[str] | None = None,
+    share: tuple[int, int] = (0, 1),
     engine: Engine | None = None,
-) -> None:
+) -> set[str]:
     """Read a checkpoint, or what it holds under some keys, and compare all checksums that it has.
 
     Items that stock wrote have theirs in the archive that each of them is.
+
+    Args:
+        keys: those to read, default all.
+        share: ``(i, n)``: read the i-th of n shares of it, counted from 0.
+
+    Returns:
+        Keys of items that have no checksums.
 
     Raises:
         CorruptCheckpoint: some do not match; the first that was found.
         OSError: a file cannot be read.
     """
+    items = [
+        (index.fqn, info)
+        for index, info in (metadata.storage_data or {}).items()
+        if keys is None or index.fqn in keys
+    ]
+    items.sort(key=lambda item: (item[1].relative_path, item[1].offset))
     ours: list[Stored] = []
     others: list[tuple[str, StorageInfo]] = []
-    for index, info in (metadata.storage_data or {}).items():
-        if keys is None or index.fqn in keys:
-            payload = stored(index.fqn, directory, info)
-            if payload is None:
-                others.append((index.fqn, info))
-            else:
-                ours.append(payload)
-    ours.sort(key=lambda payload: (payload.path, payload.offset))
+    for key, info in _share(items, *share):
+        payload = stored(key, directory, info)
+        if payload is None:
+            others.append((key, info))
+        else:
+            ours.append(payload)
     for _ in read_pieces(ours, engine=engine):
         pass
-    for key, info in others:
-        _verify_archive(key, directory / info.relative_path, info)
+    return {
+        key
+        for key, info in others
+        if not _verify_archive(key, directory / info.relative_path, info)
+    }
 
 
-def _verify_archive(key: str, path: Path, info: StorageInfo) -> None:
+def _share(
+    items: Sequence[tuple[str, StorageInfo]], number: int, of: int
+) -> Iterator[tuple[str, StorageInfo]]:
+    """One of so many runs of items, of about as many bytes each."""
+    total = sum(info.length for _, info in items)
+    at = 0
+    for key, info in items:
+        middle = 2 * at + info.length
+        if min(of - 1, middle * of // max(1, 2 * total)) == number:
+            yield key, info
+        at += info.length
+
+
+def _verify_archive(key: str, path: Path, info: StorageInfo) -> bool:
+    """Whether there were checksums to compare."""
     with path.open("rb") as file:
         window = _Window(file, info.offset, info.length)
         if window.read(4) != b"PK\3\4":
-            return  # an item without checksums
+            return False
         try:
             with zipfile.ZipFile(window) as archive:  # type: ignore[arg-type]
                 # All zero: written with torch.serialization.set_crc32_options(False).
@@ -186,6 +215,7 @@ def _verify_archive(key: str, path: Path, info: StorageInfo) -> None:
             key=key,
             offset=info.offset,
         )
+    return written
 
 
 class _Window(RawIOBase):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,14 @@ class Ranks:
         tensor = torch.tensor([number], dtype=torch.int64, device="cpu")
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.work)
         return int(tensor)
+
+    def on_any(self, names: Sequence[str], mine: Collection[str]) -> list[str]:
+        """Those of some names, the same on all ranks, that any rank calls its own. Collective."""
+        if self.work is None or not names:
+            return [name for name in names if name in mine]
+        flags = torch.tensor([name in mine for name in names], dtype=torch.uint8, device="cpu")
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.work)
+        return [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
 
     def close(self) -> None:
         """Let go of the groups. Idempotent."""

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from torch.distributed.checkpoint.metadata import Metadata
 
 from pyckpt.dcp.reader import DirectReader
 from pyckpt.dcp.report import LoadReport
+from pyckpt.dcp.together import together
 from pyckpt.engine import Engine
 from pyckpt.errors import CorruptCheckpoint, LoadError
 from pyckpt.train.app_state import AppState
-from pyckpt.train.catalog import Catalog, CheckpointInfo, reading
+from pyckpt.train.catalog import Catalog, CheckpointInfo, is_shortage, reading
+from pyckpt.train.pieces import verify
 from pyckpt.train.ranks import Ranks
 
 __all__ = ["Restorer"]
 
 _logger = logging.getLogger("pyckpt")
+
+T = TypeVar("T")
 
 
 class Restorer:
@@ -39,6 +47,7 @@ class Restorer:
         self, state: Mapping[str, Any], step: int | None, options: Mapping[str, Any]
     ) -> int | None:
         """See ``Checkpointer.restore``."""
+        self._refuse_unusable(state)
         limit = step
         first: Exception | None = None
         while True:
@@ -61,12 +70,22 @@ class Restorer:
             self.distrusted.add(found.step)
             limit = found.step - 1
 
+    def _refuse_unusable(self, state: Mapping[str, Any]) -> None:
+        """Raise for objects that could not be saved, also where there is nothing to restore."""
+        failure: Exception | None = None
+        try:
+            AppState(state, process_group=self._ranks.work).check()
+        except Exception as error:
+            failure = error
+        if self._ranks.largest(int(failure is not None)):
+            raise failure or LoadError("the state of another rank cannot be saved")
+
     def _agree_on_newest(
         self, limit: int | None, *, exactly: int | None = None
     ) -> CheckpointInfo | None:
         """The newest checkpoint up to a step that every rank sees."""
         while True:
-            mine = self._catalog.newest(limit)
+            mine = self._together(partial(self._catalog.newest, limit), "looking for checkpoints")
             number = -1 if mine is None else mine.step
             if exactly is not None and number != exactly:
                 number, mine = -1, None
@@ -109,7 +128,7 @@ class Restorer:
                 try:
                     reader = DirectReader(found.path, engine=self._engine)
                     self.report = AppState(state, process_group=self._ranks.work).load(
-                        reader, **options
+                        reader, check=partial(self._check, found), **options
                     )
                 except Exception as error:
                     failure = error
@@ -123,9 +142,28 @@ class Restorer:
             f"{found.path} could not be read on another rank", path=str(found.path)
         )
 
+    def _check(self, found: CheckpointInfo, report: LoadReport, metadata: Metadata) -> LoadReport:
+        """Compare the checksums of what ranks read in part. All read a share of it, as a whole."""
+        keys = sorted({index.fqn for index in metadata.storage_data or {}})
+        doubtful = self._ranks.on_any(keys, set(report.not_verified))
+        if not doubtful:
+            return report
+        share = partial(
+            verify,
+            found.path,
+            metadata,
+            keys=set(doubtful),
+            share=(self._ranks.rank, self._ranks.size),
+            engine=self._engine,
+        )
+        without = self._together(share, "verifying")
+        without = set(self._ranks.on_any(keys, without))
+        return replace(report, not_verified=[key for key in report.not_verified if key in without])
+
     def _raise_if_damaged(self) -> None:
         """To start again from nothing, because everything is damaged, is not for us to decide."""
-        damaged = [e for e in self._catalog.entries() if e.state == "damaged"]
+        entries = self._together(self._catalog.entries, "looking for checkpoints")
+        damaged = [entry for entry in entries if entry.state == "damaged"]
         if self._ranks.largest(len(damaged)):
             what = "; ".join(map(str, damaged)) or "as other ranks see it"
             raise CorruptCheckpoint(
@@ -137,8 +175,12 @@ class Restorer:
     def _tell_newer(self, found: CheckpointInfo) -> None:
         if self._ranks.rank:
             return
-        newer = [step for step in self._catalog.steps() if step > found.step]
-        entries = [self._catalog.examine(step) for step in reversed(newer)]
+        try:
+            newer = [step for step in self._catalog.steps() if step > found.step]
+            entries = [self._catalog.examine(step) for step in reversed(newer)]
+        except OSError as error:  # the other ranks are through
+            _logger.warning("cannot tell what is newer than %s: %s", found.path, error)
+            return
         for entry in entries:
             if entry.state == "valid" and entry.step not in self.distrusted:
                 _logger.warning(
@@ -150,6 +192,10 @@ class Restorer:
             else:
                 _logger.warning("passed over %s", entry)
 
+    def _together(self, step: Callable[[], T], doing: str) -> T:
+        """Take a step on each rank, which fails on all if it fails on one."""
+        return together(step, process_group=self._ranks.work, doing=doing)
+
 
 def _is_damage(error: BaseException) -> bool:
     """Whether a load failed because of what is on disk, on all the ranks where it failed."""
@@ -160,4 +206,4 @@ def _is_damage(error: BaseException) -> bool:
             causes.append(cause)
             cause = cause.__cause__
         return all(_is_damage(cause) for cause in causes)
-    return isinstance(error, OSError | CorruptCheckpoint)
+    return isinstance(error, OSError | CorruptCheckpoint) and not is_shortage(error)

@@ -20,7 +20,7 @@ from torch.serialization import get_safe_globals
 
 from pyckpt.train.saved import Tree
 
-__all__ = ["assign", "decode", "encode", "template"]
+__all__ = ["absent", "assign", "decode", "encode", "template"]
 
 _VALUE = "pyckpt.value"
 _ARRAY = "pyckpt.ndarray"
@@ -45,13 +45,7 @@ def encode(value: Any, name: str, *, compact: bool = False) -> Any:
     if isinstance(value, torch.Tensor):
         # FSDP1's ShardedTensor says that it is to have none of this.
         return value.detach() if type(value) in _DETACHED and value.requires_grad else value
-    natural = (
-        isinstance(value, dict)
-        and not isinstance(value, Counter)
-        and bool(value)
-        and all(type(key) is str for key in value)
-    )
-    if natural and not (compact and not _has_tensor(value)):
+    if _is_natural(value) and value and not (compact and not _has_tensor(value)):
         return {key: encode(sub, f"{name}.{key}", compact=compact) for key, sub in value.items()}
     if type(value) is list and _has_tensor(value):
         return [encode(sub, f"{name}.{i}", compact=compact) for i, sub in enumerate(value)]
@@ -104,12 +98,37 @@ def template(live: Any, saved: Tree) -> Any:
     return parts
 
 
-def assign(live: Any, loaded: Any) -> Any:
+def absent(live: Any, saved: Any, name: str) -> list[str]:
+    """Keys of a live value that a program counts on, and that were not saved: those of dicts in
+    dicts, as far as all keys are strings. What is in lists, and under other keys, is data.
+
+    Args:
+        live: the value as it is.
+        saved: what was loaded for it; or, before that, what the checkpoint holds of it.
+        name: what to call it.
+    """
+    if not (_is_natural(live) and _is_natural(saved)):
+        return []
+    found = [f"{name}.{key}" for key in live if key not in saved]
+    for key in live.keys() & saved.keys():
+        found += absent(live[key], saved[key], f"{name}.{key}")
+    return sorted(found)
+
+
+def assign(live: Any, loaded: Any, *, keep: bool = False) -> Any:
     """Fill a live dict or list with what was loaded, at any depth, so that references to it stay
     good. Returns what is to stand in its place: itself, or the loaded value if it is no container.
+
+    Args:
+        keep: leave what `absent` tells of where it is.
     """
     if isinstance(live, MutableMapping) and isinstance(loaded, Mapping):
-        merged = {k: assign(live[k], sub) if k in live else sub for k, sub in loaded.items()}
+        keep = keep and _is_natural(live) and _is_natural(loaded)
+        merged = {
+            k: assign(live[k], sub, keep=keep) if k in live else sub for k, sub in loaded.items()
+        }
+        if keep:
+            merged |= {k: sub for k, sub in live.items() if k not in loaded}
         live.clear()
         live.update(merged)
         return live
@@ -148,6 +167,15 @@ def _part(live: Any, part: str | int) -> Any:
     if isinstance(part, int):
         return live[part] if isinstance(live, list) and part < len(live) else None
     return live.get(part) if isinstance(live, Mapping) else None
+
+
+def _is_natural(value: Any) -> bool:
+    """Whether DCP takes it apart as a dict."""
+    return (
+        isinstance(value, dict)
+        and not isinstance(value, Counter)
+        and all(type(key) is str for key in value)
+    )
 
 
 def _has_tensor(value: Any) -> bool:

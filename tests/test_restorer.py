@@ -1,0 +1,221 @@
+"""What makes a restore go back to an older checkpoint, and what does not."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.data
+from _ranks import Pipe, run_child, run_ranks
+
+import pyckpt
+from pyckpt import Checkpointer
+from pyckpt.errors import LoadError
+from pyckpt.train.app_state import AppState
+
+
+class Corpus:
+    """Opens its file again when it is restored; on one rank, perhaps, the file is not there."""
+
+    def __init__(self, file: Path, absent_on: int = 0) -> None:
+        self.file = file
+        self.absent_on = absent_on
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"file": str(self.file)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not dist.is_initialized() or dist.get_rank() == self.absent_on:
+            with open(state["file"]):
+                pass
+
+
+def save(directory: Path, *steps: int, **state: Any) -> None:
+    with Checkpointer(directory) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, {"step": step, **state})
+
+
+def restore_without_the_file(directory: Path, absent_on: int) -> tuple[str, set[int], int | None]:
+    state = {"step": 0, "data": Corpus(directory / "corpus", absent_on)}
+    with Checkpointer(directory) as checkpointer:
+        with pytest.raises(LoadError) as info:
+            checkpointer.restore(state)
+        distrusted = set(checkpointer._restorer.distrusted)
+        (directory / "corpus").touch()
+        return str(info.value), distrusted, checkpointer.restore(state)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_error_of_an_object_is_no_damage(ranks: int, tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, data=Corpus(tmp_path / "corpus"))
+    results = run_ranks(ranks, restore_without_the_file, tmp_path, ranks - 1)
+    for told, distrusted, restored in results:
+        assert "data: FileNotFoundError: " in told
+        assert not distrusted
+        assert restored == 2
+
+
+def test_the_error_of_an_object_is_the_cause(tmp_path: Path) -> None:
+    save(tmp_path, 1, data=Corpus(tmp_path / "corpus"))
+    with (
+        Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(LoadError, match="data: FileNotFoundError") as info,
+    ):
+        checkpointer.restore({"data": Corpus(tmp_path / "corpus")})
+    assert isinstance(info.value.__cause__, FileNotFoundError)
+
+
+def with_descriptors(spare: int, call: Callable[[], Any]) -> Any:
+    """Call with so few file descriptors left."""
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
+    taken = []
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open("/", os.O_RDONLY))
+        for _ in range(spare):
+            os.close(taken.pop())
+        return call()
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def restore_with_few_descriptors(pipe: Pipe, directory: Path) -> tuple[int | None, list[Any]]:
+    told: list[Any] = []
+    handler = logging.Handler()
+    handler.emit = told.append  # type: ignore[method-assign]
+    with Checkpointer(directory) as checkpointer:
+        state = {"step": 0}
+        assert checkpointer.restore(state) == 2  # imports what it needs
+
+        def fails(call: Callable[[], Any]) -> None:
+            with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+                call()
+
+        logging.getLogger("pyckpt").addHandler(handler)
+        with_descriptors(0, lambda: fails(lambda: checkpointer._catalog.examine(2)))
+        for spare in (0, 1):  # not enough to look, and not enough to load
+            with_descriptors(spare, lambda: fails(lambda: checkpointer.restore(state)))
+        return checkpointer.restore(state), [record.getMessage() for record in told]
+
+
+def test_a_lack_of_descriptors_is_no_damage(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    assert run_child(restore_with_few_descriptors, tmp_path) == (2, [])
+
+
+def restore_where_it_cannot_be_listed(directory: Path, file_on: int) -> str:
+    """On one rank there is a file in the directory's place."""
+    if dist.get_rank() == file_on:
+        directory = directory.parent / "file"
+        directory.touch()
+    state = {"step": 0}
+    with (
+        Checkpointer(directory) as checkpointer,
+        pytest.raises(NotADirectoryError) as info,
+    ):
+        checkpointer.restore(state)
+    assert state == {"step": 0}
+    return str(info.value)
+
+
+@pytest.mark.parametrize("file_on", [0, 1])
+def test_all_ranks_fail_where_one_cannot_list_the_directory(file_on: int, tmp_path: Path) -> None:
+    save(tmp_path / "run", 1)
+    told = run_ranks(2, restore_where_it_cannot_be_listed, tmp_path / "run", file_on)
+    assert all(f"rank {file_on}" in message for message in told)
+
+
+class Mover:
+    """Takes the checkpoints away once they are loaded, and leaves a file in their place."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moves": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if dist.get_rank() == 0:
+            self.directory.rename(self.directory.with_suffix(".moved"))
+            self.directory.touch()
+
+
+def restore_and_lose(directory: Path) -> int | None:
+    with Checkpointer(directory) as checkpointer:
+        return checkpointer.restore({"step": 0, "mover": Mover(directory)})
+
+
+def test_a_restore_that_is_over_does_not_fail(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    save(directory, 1, mover=Mover(directory))
+    assert run_ranks(2, restore_and_lose, directory) == [1, 1]
+
+
+class Unready:
+    """Has no state before it is used."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("not used yet")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Opaque:
+    """A class that loading would not make."""
+
+
+class Holder(Unready):
+    def state_dict(self) -> dict[str, Any]:
+        return {"inside": Opaque()}
+
+
+UNUSABLE: dict[str, Callable[[], Any]] = {
+    "data": lambda: torch.utils.data.DataLoader([1, 2]),  # type: ignore[arg-type]
+    "config": lambda: {"of": [Opaque()]},
+    "holder": Holder,
+    "own": lambda: pyckpt.PerRank([Opaque()]),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_what_cannot_be_saved_is_refused_at_the_start(name: str, tmp_path: Path) -> None:
+    state = {name: UNUSABLE[name](), "step": 0}
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(TypeError) as at_start:
+            checkpointer.restore(state)
+        with pytest.raises(TypeError, match=name) as when_saved:
+            AppState(state).state_dict()
+        assert str(at_start.value) == str(when_saved.value)
+        assert checkpointer.restore({"step": 0, "later": Unready()}) is None
+
+
+def restore_unusable(directory: Path) -> str:
+    state = {"config": Opaque() if dist.get_rank() == 1 else None}
+    with (
+        Checkpointer(directory) as checkpointer,
+        pytest.raises((TypeError, LoadError)) as info,
+    ):
+        checkpointer.restore(state)
+    return f"{info.type.__name__}: {info.value}"
+
+
+def test_all_ranks_refuse_what_one_cannot_save(tmp_path: Path) -> None:
+    first, second = run_ranks(2, restore_unusable, tmp_path)
+    assert first.startswith("LoadError: the state of another rank")
+    assert second.startswith("TypeError: config is or contains")
