@@ -737,6 +737,24 @@ def fail_on_ranks(path: Path) -> None:
         load({"a": torch.zeros(3)}, reader=FileSystemReader(path / "none"))
 
 
+class Picky(Exception):
+    """Pickle cannot make it again."""
+
+    def __init__(self, path: str, line: int) -> None:
+        super().__init__(f"{path}:{line}")
+
+
+def fail_with_an_own_class(path: Path) -> None:
+    for errors in ({0: Picky("f", 1)}, {1: Picky("f", 1)}):
+        with pytest.raises(LoadError, match="Picky: f:1"):
+            load({"a": torch.zeros(3)}, reader=Breaks(path / "c", dict(errors)))
+
+
+def test_errors_that_do_not_pickle_reach_all_ranks(tmp_path: Path) -> None:
+    save({"a": ONES}, tmp_path / "c")
+    run_ranks(2, fail_with_an_own_class, tmp_path)
+
+
 def test_failures_of_ranks(tmp_path: Path) -> None:
     save({"a": ONES}, tmp_path / "c")
     run_ranks(2, fail_on_ranks, tmp_path)

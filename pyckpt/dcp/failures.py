@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import itertools
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -18,7 +20,7 @@ from pyckpt.errors import (
     UnsafeCheckpoint,
 )
 
-__all__ = ["Carried", "error_of", "portable", "said"]
+__all__ = ["Carried", "error_of", "portable", "portable_errors", "said"]
 
 
 class Carried(BaseException):
@@ -60,6 +62,18 @@ def portable(error: Exception) -> Exception:
         return OSError(error.errno, what, name)
     kept = known if issubclass(known, OSError | PyckptError) else Described
     return kept(what)
+
+
+@contextmanager
+def portable_errors() -> Iterator[None]:
+    """Raise what is raised inside as it may cross to other ranks."""
+    try:
+        yield
+    except Exception as error:
+        carried = portable(error)
+        if carried is error:
+            raise
+        raise carried.with_traceback(error.__traceback__) from error
 
 
 def _known(kind: type[BaseException]) -> type[BaseException]:

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
 from pyckpt.collector import collector_paused
-from pyckpt.dcp.failures import Carried, error_of
+from pyckpt.dcp.failures import Carried, error_of, portable, portable_errors
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.planner import Create, LoadPlanner
 from pyckpt.dcp.report import LoadReport
@@ -151,9 +152,13 @@ class _HonestReader:
                     raise
                 raise Carried(absent or error) from error
             except Exception as error:
-                raise Carried(error) from error
+                raise Carried(portable(error)) from error
 
         self.read_metadata = read_metadata
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Any:
+        with portable_errors():
+            return self._reader.read_data(plan, planner)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)

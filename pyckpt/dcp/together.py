@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from pyckpt.dcp.failures import error_of
+from pyckpt.dcp.failures import error_of, portable_errors
 from pyckpt.errors import LoadError
 
 __all__ = ["together"]
@@ -28,7 +28,8 @@ def together(step: Callable[[], T], *, process_group: dist.ProcessGroup | None, 
     results: list[T] = []
 
     def run() -> None:
-        results.append(step())
+        with portable_errors():
+            results.append(step())
 
     try:
         _DistWrapper(process_group, True, 0).all_gather(doing, run)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from pyckpt.dcp.failures import portable
+from pyckpt.dcp.failures import portable_errors
 from pyckpt.dcp.writer import DirectWriter
 from pyckpt.statistics import WriteStatistics
 
@@ -180,35 +179,24 @@ class ReportingWriter(DirectWriter):
         )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        with _portable_errors():
+        with portable_errors():
             if self._failure is not None:
                 raise self._failure
             return super().prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        with _portable_errors():
+        with portable_errors():
             return super().prepare_global_plan(plans)
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> torch.futures.Future[list[WriteResult]]:
         self._items = plan.items
-        with _portable_errors():
+        with portable_errors():
             future = super().write_data(plan, planner)
             self._on_written()
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        with _portable_errors():
+        with portable_errors():
             super().finish(metadata, results)
-
-
-@contextmanager
-def _portable_errors() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        carried = portable(error)
-        if carried is error:
-            raise
-        raise carried.with_traceback(error.__traceback__) from error
