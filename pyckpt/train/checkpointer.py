@@ -396,7 +396,10 @@ class Checkpointer:
         self._saved = None  # of a state that is no more
         if self._ranks.rank == 0:
             newer = takewhile(lambda found: found.step > step, self._catalog.newest_first())
-            self._passed = {found.step for found in newer}
+            try:
+                self._passed = {found.step for found in newer}
+            except OSError as error:  # the other ranks are through
+                _logger.warning("cannot tell what is newer than step %d: %s", step, error)
 
     @property
     def load_report(self) -> LoadReport | None:
