@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import signal
 import tempfile
 import time
 import traceback
@@ -112,6 +113,8 @@ class Pipe:
 def _run(pipe: connection.Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     import torch
 
+    # Ignored, should the tests run as a job in the background of a shell.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)  # the tests run several of these on few cores
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or unin")
