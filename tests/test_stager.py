@@ -536,3 +536,36 @@ def test_many_small_stagings(make_stager: bool) -> None:
 def test_arguments() -> None:
     with pytest.raises(ValueError, match="when_busy"):
         pyckpt.PinnedStager(when_busy="never")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("planner", [None, pyckpt.SavePlanner])
+def test_the_path_may_come_as_checkpoint_id(tmp_path: Path, planner: Any) -> None:
+    """Then DCP calls the writer once more before it plans. The copies are there until it writes."""
+
+    class Looks(pyckpt.DirectWriter):
+        released: bool | None = None
+
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            assert self._staging is not None
+            self.released = self._staging.released
+            return super().write_data(plan, planner)
+
+    state = some_state()
+    with engine() as own:
+        stager = pyckpt.PinnedStager(engine=own)
+        writer = Looks(stager=stager, engine=own, sync_files=False)
+        for turn in range(3):
+            before = frozen(state)
+            path = tmp_path / str(turn)
+            future = dcp.async_save(
+                state,
+                checkpoint_id=path,
+                storage_writer=writer,
+                planner=None if planner is None else planner(),
+            )
+            overwrite(state)
+            future.result()
+            assert writer.released is False
+            assert writer.written.result(0) is None
+            check_saved(before, path)
+        assert own.native.arena_used_bytes == 0

@@ -497,11 +497,15 @@ class _AtEnd:
 def release_at_thread_end(staging: Staging) -> None:
     """Have the memory given back when the calling thread, which saves it, ends: DCP has a thread
     for each save, and does not tell a writer that one failed before or after it wrote. For the same
-    reason it is here that a pause of the collector begins, which ``end_planning`` ends."""
-    staging.save_thread = threading.current_thread()
-    if threading.current_thread() is not threading.main_thread():
-        _ends.save = _AtEnd(staging)
-        staging.planning = staging.planning or CollectorPause()
+    reason it is here that a pause of the collector begins, which ``end_planning`` ends.
+    Idempotent."""
+    thread = threading.current_thread()
+    if staging.save_thread is thread:
+        return
+    staging.save_thread = thread
+    if thread is not threading.main_thread():
+        _ends.save = _AtEnd(staging)  # in the place of one of a save before, which is over
+        staging.planning = CollectorPause()
 
 
 class StagedStateDict(dict[str, Any]):
