@@ -57,9 +57,13 @@ def several_saves(path: Path, shared: bool) -> list[int]:
             before = frozen({key: value for key, value in state.items() if key != "dtensor"})
             before["dtensor"] = placed.clone()
             to = path / str(turn)
-            writer = writer_to(to, stager=stager, engine=own)
+            # The path may be the writer's or the call's.
+            writer = pyckpt.DirectWriter(
+                None if turn % 2 else to, stager=stager, engine=own, sync_files=False
+            )
             future = dcp.async_save(
                 state,
+                checkpoint_id=to if turn % 2 else None,
                 storage_writer=writer,
                 async_checkpointer_type=AsyncCheckpointerType.PROCESS,
                 planner=pyckpt.SavePlanner(),

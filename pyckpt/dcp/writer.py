@@ -139,9 +139,9 @@ class DirectWriter(StorageWriter):
         return self._path
 
     @property
-    def checkpoint_id(self) -> Path:
-        """The same, by DCP's name."""
-        return self.path
+    def checkpoint_id(self) -> Path | None:
+        """The same, by DCP's name; None until it is known."""
+        return self._path
 
     @property
     def statistics(self) -> WriteStatistics | None:
