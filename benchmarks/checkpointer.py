@@ -5,7 +5,8 @@
 - restore: a state of 2 GiB, by ``Checkpointer.restore`` and by `DirectReader` alone.
 - latest: the newest of 1,000 checkpoints, and all of them.
 - export: the model as safetensors, beside a bare loop that reads and writes as many bytes.
-- lines: what people write by hand for saving, finding, pruning, resuming and stopping.
+- lines: whole programs that save, find, prune, resume and stop by hand, beside the same programs
+  with a Checkpointer (`lines/`; the tests run all of them, interrupt them and resume them).
 """
 
 from __future__ import annotations
@@ -241,20 +242,10 @@ def measure_export(report: Report, options: Options) -> None:
 # --- lines of code --------------------------------------------------------------------------------
 
 LINES = Path(__file__).with_name("lines")
-# Counted in other people's sources, by the rule of `code_lines`, as far as they are about saving
-# and resuming. What these do without: torchtune saves at the end of epochs only; the example of
-# Lightning saves once, at the end, and resumes nothing; neither prunes or stops on a signal.
-COUNTED = {
-    # pytorch/torchtune 015b39c, recipes/full_finetune_distributed.py: _update_recipe_state, and in
-    # __init__, setup, _setup_optimizer and train.
-    "torchtune_recipe": 95,
-    # Lightning-AI/pytorch-lightning 483f745, examples/fabric/tensor_parallel/train.py.
-    "lightning_fsdp": 3,
-}
 
 
 def code_lines(path: Path) -> int:
-    """Lines that are neither empty nor comments nor in the docstring at the top."""
+    """Lines of a program that are neither empty nor comments nor in the docstring at the top."""
     text = path.read_text()
     if text.startswith('"""'):
         text = text.split('"""', 2)[2]
@@ -263,10 +254,8 @@ def code_lines(path: Path) -> int:
 
 
 def measure_lines(report: Report, options: Options) -> None:
-    groups: dict[str, dict[str, list[Sample]]] = {
-        name: {"before": [{"lines": float(count)}]} for name, count in COUNTED.items()
-    }
-    for path in sorted(LINES.glob("*.py")):
+    groups: dict[str, dict[str, list[Sample]]] = {}
+    for path in sorted(LINES.glob("[!_]*.py")):
         name, _, which = path.stem.rpartition("_")
         groups.setdefault(name, {})[which] = [{"lines": float(code_lines(path))}]
     for name, samples in groups.items():

@@ -1,9 +1,11 @@
 """What a resumed optimizer costs: synchronisations, copies and time of a training step.
 
-The experiment of Lightning #19955: an MLP of 10 parameters, Adam, 200 steps. Three optimizers take
+The experiment of Lightning #19955: an MLP of 10 parameters, Adam, 200 steps. Four optimizers take
 them: a fresh one; one whose state was restored and then moved to the GPU, ``step`` too, as
-Lightning did; one restored by ``pyckpt.optim.load_state_dict``. Both load one checkpoint, all of
-whose tensors are on the GPU, as ``torch.load(..., map_location="cuda")`` leaves them.
+Lightning did when that thread was opened; one restored as the Lightning that is installed does,
+which loads to the host and then moves all but what is called ``step``; one restored by
+``pyckpt.optim.load_state_dict``. The second and the last load a checkpoint whose tensors are on the
+GPU, as ``torch.load(..., map_location="cuda")`` leaves them. Without Lightning its row is left out.
 
 With a GPU everything is measured. Without one the same optimizers step on fake CUDA tensors: the
 script shows where their state lies, and counts what the host would read.
@@ -22,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,8 +46,8 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "NAdam": torch.optim.NAdam,
     "RAdam": torch.optim.RAdam,
 }
-FRESH, MOVED, OURS = "fresh", "moved to the GPU", "pyckpt.optim"
-VARIANTS = (FRESH, MOVED, OURS)
+FRESH, MOVED, LIGHTNING, OURS = "fresh", "moved to the GPU", "Lightning's mover", "pyckpt.optim"
+VARIANTS = (FRESH, MOVED, LIGHTNING, OURS)
 
 # Reads of misplaced scalars, per parameter and step, that the source of torch.optim (2.6 to 2.15)
 # has, by foreach: of `step`, and of NAdam's `mu_product`.
@@ -74,15 +77,15 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def on_device(value: Any) -> Any:
+def moved(value: Any, device: torch.device = DEVICE) -> Any:
     """All tensors of a state, moved: what Lightning 2.2 did to each state of an optimizer, and
     what ``map_location`` does to a checkpoint."""
     if isinstance(value, torch.Tensor):
-        return value.detach().to(DEVICE, copy=True)
+        return value.detach().to(device, copy=True)
     if isinstance(value, dict):
-        return {key: on_device(entry) for key, entry in value.items()}
+        return {key: moved(entry, device) for key, entry in value.items()}
     if isinstance(value, list):
-        return [on_device(entry) for entry in value]
+        return [moved(entry, device) for entry in value]
     return value
 
 
@@ -95,8 +98,8 @@ def checkpoint(make: Make) -> dict[str, Any]:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-    moved: dict[str, Any] = on_device(optimizer.state_dict())
-    return moved
+    state: dict[str, Any] = moved(optimizer.state_dict())
+    return state
 
 
 def prepared(
@@ -107,10 +110,23 @@ def prepared(
     if variant == MOVED:
         optimizer.load_state_dict(saved)
         for parameter, state in optimizer.state.items():
-            optimizer.state[parameter] = on_device(state)
+            optimizer.state[parameter] = moved(state)
+    elif variant == LIGHTNING:
+        from lightning.fabric.utilities.optimizer import _optimizer_to_device
+
+        # Its Trainer maps what it loads to the host.
+        optimizer.load_state_dict(moved(saved, torch.device("cpu")))
+        _optimizer_to_device(optimizer, DEVICE)
     elif variant == OURS:
         optim.load_state_dict(optimizer, saved)
     return model, optimizer
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def places(optimizer: torch.optim.Optimizer) -> str:
@@ -237,6 +253,9 @@ def main() -> int:
     )
     chosen = parser.parse_args()
     variants = [variant for variant in VARIANTS if variant in (chosen.variant or VARIANTS)]
+    lightning = version_of("lightning")
+    if lightning is None and LIGHTNING in variants:
+        variants.remove(LIGHTNING)
     gpu = torch.cuda.is_available()
     name = "resume_syncs" if gpu else "resume_syncs-fake"
     output = chosen.output
@@ -252,6 +271,9 @@ def main() -> int:
         parameters |= {"rounds": chosen.rounds, "batch": BATCH}
     report = Report(name, parameters, described)
     report.show_machine()
+    report.note(
+        f"{LIGHTNING}: lightning {lightning}" if lightning else "lightning is not installed"
+    )
     if gpu:
         on_gpu(report, variants, chosen.steps, chosen.rounds)
     else:

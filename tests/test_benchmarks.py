@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,3 +40,38 @@ def test_it_runs_to_its_end(tmp_path: Path, name: str, sections: list[str]) -> N
     if content["machine"]["fio"] is not None:
         assert all(target["value"] is not None for target in content["targets"])
     assert list((tmp_path / "scratch").iterdir()) == []
+
+
+LINES = BENCHMARKS / "lines"
+
+
+def _weights_of(program: str, directory: Path, *, stop_at: int = 0) -> str:
+    """The hash of the final weights that a program of `benchmarks/lines` prints, on two ranks."""
+    pytest.importorskip("lightning")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launch, LINES / f"{program}.py", directory, "300"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "STOP_AT": str(stop_at), "OMP_NUM_THREADS": "1"},
+    )
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("weights ")] or [""]
+    assert line, done.stdout + done.stderr
+    return line
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return _weights_of("plain_loop_after", tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.mark.parametrize(
+    "program", sorted(path.stem for path in LINES.glob("[!_]*.py")), ids=lambda name: name
+)
+def test_programs_whose_lines_are_counted_stop_and_resume(
+    tmp_path: Path, undisturbed: str, program: str
+) -> None:
+    assert _weights_of(program, tmp_path, stop_at=12) != undisturbed
+    kept = len([entry for entry in tmp_path.iterdir() if entry.name.startswith("step-")])
+    assert 1 <= kept <= 3
+    assert _weights_of(program, tmp_path) == undisturbed
