@@ -10,7 +10,7 @@ from pyckpt._extension import check_extension
 
 check_extension()
 
-from pyckpt import errors, optim  # noqa: E402
+from pyckpt import errors, layouts, optim  # noqa: E402
 from pyckpt.dcp.load import load  # noqa: E402
 from pyckpt.dcp.planner import LoadPlanner  # noqa: E402
 from pyckpt.dcp.reader import DirectReader  # noqa: E402
@@ -45,6 +45,7 @@ __all__ = [
     "WriteStatistics",
     "configure",
     "errors",
+    "layouts",
     "load",
     "optim",
 ]

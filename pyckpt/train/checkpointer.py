@@ -435,10 +435,12 @@ class Checkpointer:
         step: int | None = None,
         *,
         format: Literal["safetensors", "torch"] = "safetensors",
-        key: str = "model",
+        key: str | None = "model",
+        rename: exporting.Rename | None = None,
         dtype: torch.dtype | None = None,
         max_shard_size: int | str = "5GB",
         tied: Mapping[str, str] | None = None,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     ) -> list[Path]:
         """Write the model of a checkpoint, in one piece, as files that other programs read.
 
@@ -455,16 +457,22 @@ class Checkpointer:
             step: the checkpoint; default the newest valid one.
             format: "safetensors", or "torch" for ``torch.load``.
             key: the name in the state of what to export. Its tensors are written under the names
-                that they have there.
+                that they have there. None exports all tensors, under their full names: for
+                checkpoints whose state is the model's own state dict.
+            rename: new names: a mapping of those that change, a function of a name (None leaves the
+                tensor out), or a layout of `pyckpt.layouts`, which may reorder values, too.
             dtype: convert floating point tensors to this.
             max_shard_size: of one file, in bytes or as "5GB" or "512MiB". A tensor is not split.
             tied: names to leave out, each with the name that has the same values, such as
                 ``{"lm_head.weight": "embed.weight"}``. Format "torch" writes them as tensors that
                 share memory; "safetensors", which cannot, names them in the file's metadata, as its
-                ``save_model`` does. What is not named here is written in full.
+                ``save_model`` does. What is not named here is written in full. The names are the
+                new ones.
+            config: written as ``config.json`` beside the weights: a mapping, an object with
+                ``to_dict()`` as transformers' configurations are, or the path of such a file.
 
         Returns:
-            The files written, the index last.
+            The files written; the last makes them count: the index, or the only file of weights.
 
         Raises:
             FileNotFoundError: no such checkpoint, or none at all.
@@ -485,9 +493,11 @@ class Checkpointer:
             path,
             format=format,
             key=key,
+            rename=rename,
             dtype=dtype,
             max_shard_size=max_shard_size,
             tied=tied,
+            config=config,
             engine=self._engine,
         )
 

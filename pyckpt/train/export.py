@@ -22,7 +22,8 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -42,6 +43,7 @@ from pyckpt.engine import Engine
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
+from pyckpt.layouts import Layout
 from pyckpt.train.archive import torch_layout
 from pyckpt.train.catalog import reading
 from pyckpt.train.pieces import PIECE_BYTES, Stored, read_pieces, stored, verify
@@ -69,6 +71,9 @@ _SAFETENSORS = {
 }
 
 
+Rename = Layout | Callable[[str], str | None] | Mapping[str, str]
+
+
 @dataclass(frozen=True, eq=False)
 class _Tensor:
     """A tensor of the checkpoint, under the name that it is exported as."""
@@ -78,6 +83,8 @@ class _Tensor:
     meta: TensorStorageMetadata
     dtype: torch.dtype
     """To write."""
+    convert: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """What its values go through as a whole, if anything."""
 
     @property
     def nbytes(self) -> int:
@@ -89,10 +96,12 @@ def export(
     path: str | os.PathLike[str],
     *,
     format: Literal["safetensors", "torch"] = "safetensors",
-    key: str = "model",
+    key: str | None = "model",
+    rename: Rename | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     tied: Mapping[str, str] | None = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     engine: Engine | None = None,
 ) -> list[Path]:
     """Write the tensors of one entry of a checkpoint as files that other programs read.
@@ -102,11 +111,12 @@ def export(
     if format not in ("safetensors", "torch"):
         raise ValueError(f"{format = } must be 'safetensors' or 'torch'.")
     limit = _bytes(max_shard_size)
+    content_of_config = None if config is None else _config(config)
     target = Path(path)
     stem, suffix = ("model", "safetensors") if format == "safetensors" else _TORCH_NAMES
     with reading(checkpoint):
         source = _Source(checkpoint, engine)
-        tensors = source.tensors(key, dtype)
+        tensors = source.tensors(key, dtype, rename)
         aliases = source.ties(tensors, tied or {})
         shards = _shards([t for t in tensors if t.name not in aliases], limit)
         commit.make_directory(target, sync=True)
@@ -135,11 +145,40 @@ def export(
                 names.append(f"{stem}.{suffix}.index.json")
                 with _new_file(temporary / names[-1]) as file:
                     file.write(json.dumps(content, indent=2).encode() + b"\n")
+            if content_of_config is not None:
+                names.insert(len(names) - 1, _CONFIG)
+                with _new_file(temporary / _CONFIG) as file:
+                    file.write(content_of_config)
             _put_in_place(temporary, target, names, (stem, suffix))
     return [target / name for name in names]
 
 
 _TORCH_NAMES = ("pytorch_model", "bin")
+_CONFIG = "config.json"
+
+
+def _config(config: Any) -> bytes:
+    """The content of ``config.json``, whatever it is given as."""
+    if isinstance(config, str | os.PathLike):
+        return Path(config).read_bytes()
+    if callable(to_dict := getattr(config, "to_dict", None)):  # as transformers' configurations
+        config = to_dict()
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"config must be a mapping, an object with to_dict(), or the path of a file, not "
+            f"{type(config).__name__}"
+        )
+    return json.dumps(dict(config), indent=2, sort_keys=True).encode() + b"\n"
+
+
+def _renaming(rename: Rename | None) -> Callable[[str], str | None]:
+    if rename is None:
+        return lambda name: name
+    if isinstance(rename, Layout):
+        return rename.name
+    if isinstance(rename, Mapping):
+        return lambda name: rename.get(name, name)
+    return rename
 
 
 def _bytes(size: int | str) -> int:
@@ -177,23 +216,40 @@ class _Source:
         self.engine = engine
         self.metadata: Metadata = metadata_format.read(checkpoint / commit.metadata_name())
 
-    def tensors(self, key: str, dtype: torch.dtype | None) -> list[_Tensor]:
-        """The tensors under a top-level key, in the order of their names."""
+    def tensors(
+        self, key: str | None, dtype: torch.dtype | None, rename: Rename | None = None
+    ) -> list[_Tensor]:
+        """The tensors under a top-level key, or all of them, in the order of their new names."""
         paths: Mapping[str, Any] = self.metadata.planner_data or {}
-        found = []
+        new_name = _renaming(rename)
+        found: dict[str, _Tensor] = {}
         tops = set()
+        seen = False
         for fqn, meta in self.metadata.state_dict_metadata.items():
             parts = [str(part) for part in paths.get(fqn) or fqn.split(".")]
             tops.add(parts[0])
-            if parts[0] == key and isinstance(meta, TensorStorageMetadata):
-                saved = meta.properties.dtype
-                to = dtype if dtype is not None and saved.is_floating_point else saved
-                found.append(_Tensor(".".join(parts[1:]) or key, fqn, meta, to))
+            if key not in (None, parts[0]) or not isinstance(meta, TensorStorageMetadata):
+                continue
+            seen = True
+            old = ".".join(parts if key is None else parts[1:] or parts)
+            name = new_name(old)
+            if name is None:
+                continue
+            if name in found:
+                raise ValueError(f"rename makes {name!r} of {found[name].key!r} and of {fqn!r}")
+            saved = meta.properties.dtype
+            to = dtype if dtype is not None and saved.is_floating_point else saved
+            convert = None
+            if isinstance(rename, Layout) and rename.converts(old):
+                convert = partial(rename.convert, old)
+            found[name] = _Tensor(name, fqn, meta, to, convert)
+        if not seen:
+            where = "" if key is None else f" under {key!r}; its keys are {sorted(tops)}"
+            hint = "; key=None exports all tensors" if key is not None else ""
+            raise ValueError(f"{self.checkpoint} holds no tensors{where}{hint}")
         if not found:
-            raise ValueError(
-                f"{self.checkpoint} holds no tensors under {key!r}; its keys are {sorted(tops)}"
-            )
-        return sorted(found, key=lambda tensor: tensor.name)
+            raise ValueError("rename leaves out every tensor")
+        return [found[name] for name in sorted(found)]
 
     def ties(self, tensors: Sequence[_Tensor], tied: Mapping[str, str]) -> dict[str, str]:
         """Check that names that are to be left out have the values of those that stay."""
@@ -238,6 +294,11 @@ class _Source:
                 yield tensor, piece.view(tensor.meta.properties.dtype)
 
         for tensor in tensors:
+            if tensor.convert is not None:
+                yield from pieces()
+                runs = []
+                yield tensor, self._converted(tensor, tensor.convert)
+                continue
             parts = self._runs(tensor)
             if parts is not None:
                 runs += parts
@@ -248,6 +309,21 @@ class _Source:
             for box in self._boxes(tensor):
                 yield tensor, box
         yield from pieces()
+
+    def _converted(
+        self, tensor: _Tensor, convert: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """A tensor that is converted as a whole, and so is in memory as a whole."""
+        plain = replace(tensor, convert=None)
+        whole = torch.cat([piece for _, piece in self.read([plain])])
+        shape = tensor.meta.size
+        made = convert(whole.view(shape))
+        if made.shape != shape or made.dtype != whole.dtype:
+            raise ValueError(
+                f"{tensor.name}: converting it made {made.dtype} of shape {tuple(made.shape)} of "
+                f"{whole.dtype} of shape {tuple(shape)}; both must stay"
+            )
+        return made.contiguous().view(-1)
 
     def _runs(self, tensor: _Tensor) -> list[Stored] | None:
         """The payloads that, end to end, are the tensor; None where they are not."""
@@ -487,6 +563,16 @@ def _one_at_a_time(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def _is_same_config(temporary: Path, target: Path, names: Sequence[str]) -> bool:
+    """Whether all that an export puts beside a single file is the ``config.json`` that is there."""
+    if list(names[:-1]) != [_CONFIG]:
+        return False
+    try:
+        return (target / _CONFIG).read_bytes() == (temporary / _CONFIG).read_bytes()
+    except FileNotFoundError:
+        return False
+
+
 def _put_in_place(
     temporary: Path, target: Path, names: Sequence[str], kind: tuple[str, str]
 ) -> None:
@@ -497,8 +583,9 @@ def _put_in_place(
     ours = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{suffix}(\.index\.json)?")
     index = target / f"{single}.index.json"
     with _one_at_a_time(target):
-        if len(names) > 1:
-            # Shards may have the names of other shards: none must load by the old index.
+        if len(names) > 1 and not _is_same_config(temporary, target, names):
+            # Shards may have the names of other shards: none must load by the old index. Nor must
+            # old weights with a new configuration.
             index.unlink(missing_ok=True)
             (target / single).unlink(missing_ok=True)
             commit.sync_directory(target)
