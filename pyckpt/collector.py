@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from pyckpt.locks import fork_safe_lock
 
 __all__ = ["CollectorPause", "collector_paused"]
 
 # Reentrant: a finalizer may end a pause, and may run wherever the collector comes back.
-_lock = threading.RLock()
+_lock = fork_safe_lock()
 _pauses: set[CollectorPause] = set()
 _was_enabled = False
 
@@ -54,8 +55,6 @@ def collector_paused() -> Iterator[None]:
 
 def _after_fork() -> None:
     # Those who would end them may be the parent's threads.
-    global _lock
-    _lock = threading.RLock()
     for pause in list(_pauses):
         pause.end()
 

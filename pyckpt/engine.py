@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pyckpt import _C
 from pyckpt.errors import EngineClosed
+from pyckpt.locks import fork_safe_lock
 
 __all__ = ["Engine", "abandoned", "configure", "default_engine"]
 
@@ -116,7 +117,7 @@ def _share_of_memory() -> int:
     return min(limits) // 4
 
 
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 _default: Engine | None = None
 # Engines of the parent that a forked child inherited: kept, since none can be freed there.
 _inherited: list[Engine] = []
@@ -195,8 +196,7 @@ def _close_default() -> None:
 
 
 def _forget_default() -> None:
-    global _default, _lock
-    _lock = threading.Lock()
+    global _default
     if _default is not None:
         _inherited.append(_default)
         _default = None

@@ -9,11 +9,12 @@ were given (ZeroRedundancyOptimizer, Accelerate), and a step that waits in vain 
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from typing import Any, Protocol
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from pyckpt.locks import fork_safe_lock
 
 __all__ = ["Guarded", "add", "discard", "hold"]
 
@@ -25,7 +26,7 @@ class Guarded(Protocol):
         """Make what the calling thread does next wait for the copies. Must not raise."""
 
 
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 # Replaced, never changed, so that it is read without the lock.
 _guarded: tuple[weakref.ref[Guarded], ...] = ()
 _handle: Any = None
@@ -51,8 +52,8 @@ def discard(copies: Guarded) -> None:
 
 def _forget() -> None:
     # The threads that copy are the parent's, and so is the state.
-    global _guarded, _lock
-    _guarded, _lock = (), threading.Lock()
+    global _guarded
+    _guarded = ()
 
 
 os.register_at_fork(after_in_child=_forget)

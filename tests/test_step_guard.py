@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
-import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from _forks import status_of_child
 from _ranks import run_ranks
 from _staging import (
     SLOT,
@@ -408,21 +405,6 @@ def test_other_hooks_run_as_ever(tmp_path: Path) -> None:
             handle.remove()
         assert called == [optimizer]
         future.result()
-
-
-def status_of_child(body: Callable[[], object]) -> int:
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.alarm(30)  # ends the child, should it wait
-            torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
-            body()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    return os.waitpid(child, 0)[1]
 
 
 def test_steps_of_a_forked_child(tmp_path: Path) -> None:

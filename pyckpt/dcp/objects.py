@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +18,7 @@ from torch.serialization import (
 )
 
 from pyckpt.errors import CorruptCheckpoint, UnsafeCheckpoint
+from pyckpt.locks import fork_safe_lock
 
 __all__ = ["Allowed", "load"]
 
@@ -28,7 +27,7 @@ Allowed = Callable[..., Any] | tuple[Callable[..., Any], str]
 
 # torch keeps one list for the process, and each `safe_globals` takes away what it was given, even
 # if another thread's asked for the same: so ours follow one another.
-_allow_lock = threading.Lock()
+_allow_lock = fork_safe_lock()
 _REFUSED = re.compile(r"(?:Unsupported global: GLOBAL|unsupported GLOBAL) ([\w.]+)")
 
 
@@ -89,12 +88,3 @@ def _refused(data: io.BytesIO, error: BaseException) -> tuple[str, ...]:
     # Some classes are never named in the pickle, but made by a function in it, as numpy's dtypes.
     names.update(re.findall(_REFUSED, str(error)))
     return tuple(sorted(names))
-
-
-def _renew_lock() -> None:
-    # A fork while another thread held it would leave it locked in the child for ever.
-    global _allow_lock
-    _allow_lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)

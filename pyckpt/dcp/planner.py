@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import io
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -38,6 +37,7 @@ from pyckpt.dcp import objects
 from pyckpt.dcp.report import Conversion, LoadReport, Replacement, some
 from pyckpt.dcp.template import Growth, Path, Slot, Template, is_empty, place
 from pyckpt.errors import CorruptCheckpoint, LoadError
+from pyckpt.locks import fork_safe_lock
 
 __all__ = ["LoadPlanner"]
 
@@ -98,7 +98,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self._allow = tuple(allow)
         self._device = torch.device(device)
         self._create = create
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
         self._report = LoadReport()
         self._items: list[ReadItem] = []
 

@@ -12,7 +12,6 @@ the others said before, and a new name. Nothing is sent twice, and no rank is as
 from __future__ import annotations
 
 import dataclasses
-import threading
 import uuid
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ from pyckpt.collector import collector_paused
 from pyckpt.dcp.leaves import is_plain_type, local_tensor
 from pyckpt.errors import PyckptError
 from pyckpt.format.metadata import read
+from pyckpt.locks import fork_safe_lock
 from pyckpt.timeline import named
 
 __all__ = ["RESULTS", "KnownPlan", "PlannedMetadata", "SavePlanner"]
@@ -107,7 +107,7 @@ class _GlobalPlan(NamedTuple):
     notes: dict[str, Any]
 
 
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 _known: OrderedDict[str, KnownPlan] = OrderedDict()  # least recently used first
 _global: OrderedDict[str, _GlobalPlan] = OrderedDict()
 

@@ -20,6 +20,7 @@ from pyckpt.dcp.leaves import Leaves, is_plain_type
 from pyckpt.dcp.save_planner import KnownPlan
 from pyckpt.engine import Engine, default_engine
 from pyckpt.errors import EngineClosed, StagerBusy
+from pyckpt.locks import fork_safe_lock
 from pyckpt.timeline import named
 
 __all__ = [
@@ -88,7 +89,7 @@ class PinnedStager:
         self.when_busy = when_busy
         self.shared_memory = shared_memory
         self._engine = engine
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
         self._shapes: list[Shape] = []
         self._in_flight: list[weakref.ref[Staging]] = []
         self._finisher: ThreadPoolExecutor | None = None
@@ -307,7 +308,6 @@ class PinnedStager:
             copies = staging()
             if copies is not None:
                 copies.forget_parent()
-        self._lock = threading.Lock()
         self._in_flight = []
         self._finisher = None
 
@@ -521,13 +521,11 @@ class StagedStateDict(dict[str, Any]):
         return share(self)
 
 
-_default_lock = threading.Lock()
+_default_lock = fork_safe_lock()
 _stagers: weakref.WeakSet[PinnedStager] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    global _default_lock
-    _default_lock = threading.Lock()
     for stager in list(_stagers):
         stager.forget_parent()
 

@@ -49,6 +49,7 @@ from pyckpt.engine import Engine, abandoned, default_engine
 from pyckpt.format import commit
 from pyckpt.format.metadata import encode
 from pyckpt.format.template import Template
+from pyckpt.locks import fork_safe_lock
 from pyckpt.statistics import WriteStatistics
 from pyckpt.timeline import named
 
@@ -57,7 +58,7 @@ __all__ = ["DirectWriter"]
 _logger = logging.getLogger("pyckpt")
 
 # Commits of one process take turns: a commit and the sweep after it must see no half of another.
-_commit_lock = threading.Lock()
+_commit_lock = fork_safe_lock()
 # Data files of saves under way that other saves of this process, into the same directory, must not
 # sweep out. Ranks need no such thing, since their collectives keep their saves apart.
 _unfinished: set[Path] = set()
@@ -478,15 +479,6 @@ class DirectWriter(StorageWriter):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, staged=Future(), written=Future())
-
-
-def _renew_lock() -> None:
-    # A fork while another thread held it would leave it locked in the child for ever.
-    global _commit_lock
-    _commit_lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _unpacked(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from pyckpt.locks import fork_safe_lock
 from pyckpt.optim.tensors import Path, any_index, is_dtensor, leaves, replace
 
 __all__ = ["Learned", "Native", "Spec", "learn", "reads_of"]
@@ -71,7 +71,7 @@ class Learned:
     shared: dict[Path, Native] = field(default_factory=dict)
 
 
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 _learned: OrderedDict[Hashable, Learned] = OrderedDict()
 _reads: OrderedDict[Hashable, int | None] = OrderedDict()
 

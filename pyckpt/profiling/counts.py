@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from traceback import StackSummary
 from typing import Any, Literal
 
+from pyckpt.locks import fork_safe_lock
+
 __all__ = ["CopyCounts", "Kind", "SyncCounts", "ThreadCounts"]
 
 Kind = Literal[
@@ -183,7 +185,7 @@ class SyncCounts(_Readings):
         traces), `total` holds what the operators tell, as it does for fake tensors."""
         self._stacks: dict[Kind, StackSummary] = {}
         self._all: list[ThreadCounts] = []
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
         self._own = threading.local()
         self._foreign: dict[int, ThreadCounts] = {}
 

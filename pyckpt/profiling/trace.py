@@ -9,16 +9,17 @@ Python, where nothing is registered, when it creates events and streams and allo
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Literal
 
 import torch
 
+from pyckpt.locks import fork_safe_lock
+
 SyncKind = Literal["stream_sync", "device_sync", "event_sync"]
 Listener = Callable[[SyncKind], None]
 
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 _listeners: tuple[Listener, ...] = ()
 _available: bool | None = None
 

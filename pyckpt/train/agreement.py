@@ -29,6 +29,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from pyckpt.locks import fork_safe_lock
+
 __all__ = ["Agreement", "Facts", "GroupAgreement", "LocalAgreement"]
 
 _logger = logging.getLogger("pyckpt")
@@ -94,7 +96,7 @@ class GroupAgreement(Agreement):
         self._facts = facts
         self._group = group
         # Guarded by the condition's lock.
-        self._condition = threading.Condition()
+        self._condition = threading.Condition(fork_safe_lock())
         self._step = _NEVER
         self._promised: int | None = None
         self._in_force = Facts()

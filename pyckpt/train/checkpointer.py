@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ import torch.distributed as dist
 
 from pyckpt.dcp.report import LoadReport
 from pyckpt.engine import Engine
+from pyckpt.locks import fork_safe_lock
 from pyckpt.train import export as exporting
 from pyckpt.train.advice import Advice
 from pyckpt.train.agreement import Agreement, Facts, GroupAgreement, LocalAgreement
@@ -122,7 +122,7 @@ class Checkpointer:
         self._restore_seconds = 0.0
 
         # Guarded by the lock, which a handler of a signal may find its own thread to hold.
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock()
         self._requests = 0
         self._stops = 0
         self._last_save = time.monotonic()

@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import shutil
-import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from pyckpt.format import commit
+from pyckpt.locks import fork_safe_lock
 from pyckpt.train.catalog import REMOVED, Catalog, CheckpointInfo, lock
 
 __all__ = ["Protected", "Retention", "prune", "remove", "surplus"]
@@ -69,7 +69,7 @@ class Protected:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = fork_safe_lock()
         self._counts: dict[int, int] = {}  # how often each step was added
 
     def add(self, step: int) -> None:

@@ -17,6 +17,7 @@ from pyckpt.dcp.save_planner import SavePlanner
 from pyckpt.dcp.stager import PinnedStager
 from pyckpt.engine import Engine
 from pyckpt.errors import PyckptError, SaveError
+from pyckpt.locks import fork_safe_lock
 from pyckpt.train.app_state import AppState
 from pyckpt.train.catalog import NOTE_KEY, Catalog, note
 from pyckpt.train.handle import ReportingWriter, SaveHandle
@@ -63,7 +64,7 @@ class Saver:
         self._stager = PinnedStager(engine=engine)
         self._told = 0  # the last failure that was raised
         self._failure: BaseException | None = None
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
         self.started = 0
         self.ended = 0
         self.failed = 0
