@@ -382,13 +382,20 @@ class DirectWriter(StorageWriter):
                 errno.ENOENT, "removed before its save was committed", str(self._data_file)
             )
         name = self._metadata_name()
-        commit.commit_metadata(self.path, name, data, sync=self.sync_files)
+        commit.commit_metadata(
+            self.path, name, data, sync=self.sync_files, before_rename=self._before_commit
+        )
         commit.remove_unnamed(
             self.path,
             files | self._unfinished_names(),
             committed=name,
             rank=self._own_rank(),
         )
+
+    def _before_commit(self) -> None:
+        """Called by the rank that commits, right before its rename makes the save count, and while
+        no other commit of this process is under way. What it raises fails the save, on all ranks,
+        and leaves the checkpoint that was there. For classes made from this one."""
 
     def _forget_data_file(self) -> None:
         if self._data_file is not None:

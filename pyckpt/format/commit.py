@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -101,8 +101,18 @@ def make_directory(path: Path, *, sync: bool) -> None:
         sync_directory(path.parent)
 
 
-def commit_metadata(directory: Path, name: str, data: bytes, *, sync: bool) -> None:
+def commit_metadata(
+    directory: Path,
+    name: str,
+    data: bytes,
+    *,
+    sync: bool,
+    before_rename: Callable[[], None] = lambda: None,
+) -> None:
     """Put ``data`` at ``name`` as a whole: what stood there is replaced at once, or stays.
+
+    Args:
+        before_rename: called when all but the rename is done; what it raises prevents that.
 
     Raises:
         OSError: it could not be written; what stood there still does.
@@ -115,6 +125,7 @@ def commit_metadata(directory: Path, name: str, data: bytes, *, sync: bool) -> N
             file.flush()
             if sync:
                 os.fsync(file.fileno())
+        before_rename()
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):  # the first error is the one that matters
