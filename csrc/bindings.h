@@ -5,9 +5,15 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/utils/pybind.h>
 
+#ifdef PYCKPT_CUDA
+#include <c10/cuda/CUDAGuard.h>
+#endif
+
 #include <cstddef>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "engine.h"
 #include "file.h"
@@ -46,9 +52,42 @@ class ContiguousBuffer {
 // std::invalid_argument where the memory is not there.
 bool is_plain(const at::Tensor& tensor);
 
-// The engine's device for a CUDA tensor, following the calling thread's current stream of that
-// device: what the stream was given so far, copies made from now on see.
-std::shared_ptr<Device> following_device(Engine& engine, int index);
+// Leaves the calling thread's current CUDA device as it was, which a Device does not. Does nothing
+// without CUDA, or where there are no devices.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice([[maybe_unused]] bool has_devices) {
+#ifdef PYCKPT_CUDA
+    if (has_devices) guard_.set_index(c10::cuda::current_device());
+#endif
+  }
+
+#ifdef PYCKPT_CUDA
+ private:
+  // Sets the device back only where the process has a context on it, so that none is made.
+  c10::cuda::OptionalCUDAGuard guard_;
+#endif
+};
+
+// A device, and a stream there that the program gives its work to.
+using Program = std::pair<std::shared_ptr<Device>, Stream>;
+
+// The devices of some tensors, with the streams that were current as each was added.
+class Programs {
+ public:
+  // The engine's device of a CUDA tensor.
+  std::shared_ptr<Device> add(Engine& engine, const at::Tensor& tensor);
+
+  // What the streams were given so far, copies made from now on see. Once a stream, however many
+  // tensors there are.
+  void follow();
+
+  const std::vector<Program>& all() const { return all_; }
+
+ private:
+  std::vector<Program> all_;
+  size_t followed_ = 0;  // the first ones
+};
 
 // The copy that is the memory of a tensor handed out by a staging; null for other tensors.
 std::shared_ptr<Staged> staged_of(const at::Tensor& tensor);

@@ -1,6 +1,5 @@
 // Jobs, as Python sees them: with what keeps the memory alive that they read and write.
 #ifdef PYCKPT_CUDA
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
 
@@ -50,13 +49,27 @@ bool is_plain(const at::Tensor& tensor) {
   return true;
 }
 
-std::shared_ptr<Device> following_device(Engine& engine, [[maybe_unused]] int index) {
-  std::shared_ptr<Device> device = engine.cuda_device(index);
+std::shared_ptr<Device> Programs::add(Engine& engine, const at::Tensor& tensor) {
+  Stream stream = nullptr;
 #ifdef PYCKPT_CUDA
-  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index));
-  device->follow(c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(index)).stream());
+  stream =
+      c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(tensor.get_device())).stream();
 #endif
-  return device;
+  const auto same = [&](const Program& program) {
+    return program.first->index() == tensor.get_device() && program.second == stream;
+  };
+  const auto found = std::find_if(all_.begin(), all_.end(), same);
+  if (found != all_.end()) return found->first;
+  all_.emplace_back(engine.cuda_device(static_cast<int>(tensor.get_device())), stream);
+  return all_.back().first;
+}
+
+void Programs::follow() {
+  if (followed_ == all_.size()) return;
+  const CurrentDevice current_device(true);
+  for (; followed_ < all_.size(); ++followed_) {
+    all_[followed_].first->follow(all_[followed_].second);
+  }
 }
 
 namespace {
@@ -91,6 +104,13 @@ class PyWriteJob {
   }
 
   bool add_tensor(const at::Tensor& tensor, const std::shared_ptr<Envelope>& envelope) {
+    Programs programs;
+    return add_tensor(tensor, envelope, &programs);
+  }
+
+  // `programs`: those of tensors that were there already when the first of them was added.
+  bool add_tensor(const at::Tensor& tensor, const std::shared_ptr<Envelope>& envelope,
+                  Programs* programs) {
     if (!is_plain(tensor)) return false;
     Source source;
     source.data = static_cast<const std::byte*>(tensor.const_data_ptr());
@@ -103,7 +123,10 @@ class PyWriteJob {
       source.strided = std::make_shared<Strided>(tensor.sizes().vec(), tensor.strides().vec(),
                                                  tensor.element_size());
     }
-    if (tensor.is_cuda()) source.device = following_device(*engine_, tensor.get_device());
+    if (tensor.is_cuda()) {
+      source.device = programs->add(*engine_, tensor);
+      programs->follow();
+    }
     source.staged = staged_of(tensor);
     held_.push_back({tensor, {}});
     add(envelope, std::move(source));
@@ -113,12 +136,13 @@ class PyWriteJob {
   // Adds tensors from number `begin` up to the first that cannot be added; returns its number.
   size_t add_tensors(const py::list& tensors, const py::list& envelopes, size_t begin) {
     const size_t count = std::min(tensors.size(), envelopes.size());
+    Programs programs;
     for (size_t i = begin; i < count; ++i) {
       const py::handle tensor = PyList_GET_ITEM(tensors.ptr(), static_cast<py::ssize_t>(i));
       const py::handle envelope = PyList_GET_ITEM(envelopes.ptr(), static_cast<py::ssize_t>(i));
       if (envelope.is_none() || !THPVariable_Check(tensor.ptr())) return i;
-      if (!add_tensor(THPVariable_Unpack(tensor.ptr()),
-                      envelope.cast<std::shared_ptr<Envelope>>())) {
+      if (!add_tensor(THPVariable_Unpack(tensor.ptr()), envelope.cast<std::shared_ptr<Envelope>>(),
+                      &programs)) {
         return i;
       }
     }
@@ -207,7 +231,7 @@ class PyReadJob {
     destination.data = static_cast<std::byte*>(tensor.mutable_data_ptr());
     if (tensor.is_cuda()) {
       if (!strided->dense()) return std::nullopt;
-      destination.device = following_device(*engine_, tensor.get_device());
+      destination.device = programs_.add(*engine_, tensor);
     }
     tensors_.push_back(tensor);
     if (tensor.numel() == 0) return static_cast<int64_t>(job_->add(file, offset, 0, {}));
@@ -237,6 +261,7 @@ class PyReadJob {
     // The job is through with them, whether it comes to its end or throws.
     const std::vector<at::Tensor> tensors = std::move(tensors_);
     const std::vector<ContiguousBuffer> buffers = std::move(buffers_);
+    programs_.follow();
     py::gil_scoped_release release;
     return job_->run();
   }
@@ -266,6 +291,7 @@ class PyReadJob {
 
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<ReadJob> job_;
+  Programs programs_;
   std::vector<at::Tensor> tensors_;
   std::vector<ContiguousBuffer> buffers_;
 };
@@ -321,7 +347,10 @@ void register_write_job(py::module_& module) {
            py::arg("sync") = true, py::arg("preallocate") = 0)
       .def("add_tensors", &PyWriteJob::add_tensors, py::arg("tensors"), py::arg("envelopes"),
            py::arg("begin") = 0)
-      .def("add_tensor", &PyWriteJob::add_tensor, py::arg("tensor"), py::arg("envelope"))
+      .def("add_tensor",
+           py::overload_cast<const at::Tensor&, const std::shared_ptr<Envelope>&>(
+               &PyWriteJob::add_tensor),
+           py::arg("tensor"), py::arg("envelope"))
       .def("add_bytes", &PyWriteJob::add_bytes, py::arg("buffer"))
       .def("finish", &PyWriteJob::finish)
       .def("abandon", &PyWriteJob::abandon)

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "bindings_sources.h"
 
 namespace pyckpt {
 namespace {
@@ -70,39 +71,19 @@ at::Tensor make_staged_tensor(const std::shared_ptr<Staged>& staged, const at::T
       .make_tensor();
 }
 
-// Leaves the calling thread's current CUDA device as it was, which a Device does not. Does nothing
-// without CUDA, or until it is told that there is a device.
-class CurrentDevice {
- public:
-  explicit CurrentDevice(bool has_devices) {
-    if (has_devices) keep();
-  }
-  void keep() {
-#ifdef PYCKPT_CUDA
-    if (!guard_.original_device()) guard_.set_index(c10::cuda::current_device());
-#endif
-  }
-
-#ifdef PYCKPT_CUDA
- private:
-  // Sets the device back only where the process has a context on it, so that none is made.
-  c10::cuda::OptionalCUDAGuard guard_;
-#endif
-};
-
 // A StageJob, and what keeps alive the memory that it reads.
 class PyStaging {
  public:
-  PyStaging(std::shared_ptr<Engine> engine, const py::list& leaves, const StorageSet* guarded,
-            const std::optional<std::string>& wanted, bool shared)
-      : engine_(std::move(engine)) {
-    auto storages = std::make_shared<std::vector<c10::Storage>>();
+  explicit PyStaging(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {}
+
+  // Once. On an error there is nothing to be done but to let go of this.
+  void start(const py::list& leaves, const StorageSet* guarded,
+             const std::optional<std::string>& wanted, bool shared) {
     std::vector<StageSource> sources(leaves.size());
     std::vector<at::Tensor> tensors(leaves.size());
     StageJob::Options options;
     options.kind = shared ? Arena::Kind::kShared : Arena::Kind::kPrivate;
     tensors_ = py::list(leaves.size());
-    CurrentDevice current_device(false);
     for (size_t i = 0; i < leaves.size(); ++i) {
       const py::object leaf = leaves[i];
       if (!THPVariable_Check(leaf.ptr()) || !is_plain(THPVariable_Unpack(leaf.ptr()))) {
@@ -122,31 +103,42 @@ class PyStaging {
       }
       StageSource& source = sources[i];
       source.guarded = guarded != nullptr && guarded->contains(tensor);
-      if (tensor.is_cuda()) {
-        current_device.keep();
-        source.device = device_of(tensor, &options);
-        options.pin = true;
-        if (!tensor.is_non_overlapping_and_dense()) {
-          tensor = make_contiguous(tensor, *source.device);
-          // The caller's stream is to wait for the kernel that reads the tensor, as for a copy.
-          source.guarded = false;
+      if (!tensor.is_non_overlapping_and_dense()) {
+        if (tensor.is_cuda()) {
+          // On the caller's stream, which ours will follow: of the tensor itself nothing is read
+          // after that, and the memory is not bound to a stream that goes with the engine.
+          tensor = tensor.detach().contiguous();
+        } else {
+          source.strided = std::make_shared<Strided>(tensor.sizes().vec(), tensor.strides().vec(),
+                                                     tensor.element_size());
         }
-      } else if (!tensor.is_non_overlapping_and_dense()) {
-        source.strided = std::make_shared<Strided>(tensor.sizes().vec(), tensor.strides().vec(),
-                                                   tensor.element_size());
       }
       source.data = static_cast<const std::byte*>(tensor.const_data_ptr());
       source.size = tensor.nbytes();
-      storages->push_back(tensor.storage());
       tensors[i] = std::move(tensor);
     }
-    options.sources = storages;
-    programs_ = options.programs;
+    Programs programs;
+    const auto kept = std::make_shared<Sources>();
+    for (size_t i = 0; i < sources.size(); ++i) {
+      const at::Tensor& tensor = tensors[i];
+      if (!tensor.defined()) continue;
+      if (tensor.is_cuda()) sources[i].device = programs.add(*engine_, tensor);
+      kept->add(tensor, sources[i].device, /*resizable=*/sources[i].guarded);
+    }
+    programs.follow();
+    programs_ = programs.all();
+    options.programs = programs_;
+    options.pin = !programs_.empty();
+    options.sources = kept;
+    sources_ = kept;
     {
+      const CurrentDevice current_device(!programs_.empty());
       py::gil_scoped_release release;
       job_ = engine_->start_stage(sources, std::move(options));
       job_->wait_volatile();
     }
+    // What found no room is read until the save is over.
+    if (job_->statistics().bytes_streamed > 0) streamed_ = kept;
     hand_out(leaves, sources, tensors);
   }
   PyStaging(const PyStaging&) = delete;
@@ -168,23 +160,50 @@ class PyStaging {
   StageStatistics statistics() const { return job_->statistics(); }
 
   void wait() {
-    const CurrentDevice current_device(!programs_.empty());
-    py::gil_scoped_release release;
-    job_->wait();
+    {
+      const CurrentDevice current_device(!programs_.empty());
+      py::gil_scoped_release release;
+      job_->wait();
+    }
+    check();
   }
 
-  // What the calling thread's current streams are given from now on waits for the copies.
+  // What the calling thread's current streams are given from now on waits for the copies. Whatever
+  // goes wrong here fails the job first, since the caller may go on.
   void guard() {
-    const CurrentDevice current_device(!programs_.empty());
-    py::gil_scoped_release release;
-    job_->wait_host();
+    try {
+      const CurrentDevice current_device(!programs_.empty());
+      py::gil_scoped_release release;
+      job_->wait_host();
 #ifdef PYCKPT_CUDA
-    for (const auto& [device, before] : programs_) {
-      const auto index = static_cast<c10::DeviceIndex>(device->index());
-      const c10::cuda::CUDAGuard guard(index);
-      job_->hold(device, c10::cuda::getCurrentCUDAStream(index).stream());
-    }
+      for (const auto& [device, before] : programs_) {
+        const auto index = static_cast<c10::DeviceIndex>(device->index());
+        const c10::cuda::CUDAGuard guard(index);
+        job_->hold(device, c10::cuda::getCurrentCUDAStream(index).stream());
+      }
 #endif
+    } catch (...) {
+      job_->fail(std::current_exception());
+      throw;
+    }
+  }
+
+  // For what goes wrong on the way to `guard`.
+  void fail(const std::string& reason) {
+    job_->fail(std::make_exception_ptr(std::runtime_error(reason)));
+  }
+
+  // Throws where the copies are not the state at the call.
+  void check() {
+    job_->check();
+    if (const std::shared_ptr<const Sources> sources = sources_.lock()) {
+      try {
+        sources->check();
+      } catch (...) {
+        job_->fail(std::current_exception());
+        throw;
+      }
+    }
   }
 
   void release_sources() {
@@ -199,32 +218,10 @@ class PyStaging {
     py::gil_scoped_release release;
     job_->release_regions();
     job_->release_sources();
+    streamed_.reset();
   }
 
  private:
-  std::shared_ptr<Device> device_of(const at::Tensor& tensor, StageJob::Options* options) {
-    for (const auto& [device, stream] : options->programs) {
-      if (device->index() == tensor.get_device()) return device;
-    }
-    std::shared_ptr<Device> device = following_device(*engine_, tensor.get_device());
-    Stream stream = nullptr;
-#ifdef PYCKPT_CUDA
-    const auto index = static_cast<c10::DeviceIndex>(tensor.get_device());
-    stream = c10::cuda::getCurrentCUDAStream(index).stream();
-#endif
-    options->programs.emplace_back(device, stream);
-    return device;
-  }
-
-  static at::Tensor make_contiguous(const at::Tensor& tensor, [[maybe_unused]] Device& device) {
-#ifdef PYCKPT_CUDA
-    const auto index = static_cast<c10::DeviceIndex>(tensor.get_device());
-    const c10::cuda::CUDAStreamGuard guard(
-        c10::cuda::getStreamFromExternal(static_cast<cudaStream_t>(device.to_host()), index));
-#endif
-    return tensor.detach().contiguous();
-  }
-
   void hand_out(const py::list& leaves, const std::vector<StageSource>& sources,
                 const std::vector<at::Tensor>& tensors) {
     for (size_t i = 0; i < sources.size(); ++i) {
@@ -241,8 +238,10 @@ class PyStaging {
 
   const std::shared_ptr<Engine> engine_;
   std::shared_ptr<StageJob> job_;
-  std::vector<std::pair<std::shared_ptr<Device>, Stream>> programs_;
+  std::vector<Program> programs_;
   py::list tensors_;
+  std::weak_ptr<const Sources> sources_;     // as long as the job reads them
+  std::shared_ptr<const Sources> streamed_;  // the same, where the writer reads some of them
   uint64_t streamed_volatile_bytes_ = 0;
 };
 
@@ -283,7 +282,10 @@ void register_staging(py::module_& module) {
                        bool shared) {
              std::optional<std::string> mask;
              if (wanted) mask = static_cast<std::string>(*wanted);
-             return std::make_unique<PyStaging>(std::move(engine), leaves, guarded, mask, shared);
+             // From here on its destructor cleans up, which a constructor's error would pass over.
+             auto staging = std::make_unique<PyStaging>(std::move(engine));
+             staging->start(leaves, guarded, mask, shared);
+             return staging;
            }),
            py::arg("engine"), py::arg("leaves"), py::kw_only(), py::arg("guarded") = nullptr,
            py::arg("wanted") = std::nullopt, py::arg("shared") = false)
@@ -292,6 +294,8 @@ void register_staging(py::module_& module) {
       .def("statistics", &PyStaging::statistics)
       .def("wait", &PyStaging::wait)
       .def("guard", &PyStaging::guard)
+      .def("fail", &PyStaging::fail, py::arg("reason"))
+      .def("check", &PyStaging::check)
       .def("release_sources", &PyStaging::release_sources)
       .def("release", &PyStaging::release);
   module.def("shared_memory_of", &shared_memory_of, py::arg("tensor"));

@@ -11,6 +11,16 @@
 #include "error.h"
 
 namespace pyckpt {
+namespace {
+
+size_t processors() { return std::max(1u, std::thread::hardware_concurrency()); }
+
+// How many threads copy what a caller waits for.
+size_t staging_threads(const EngineOptions& options) {
+  return std::min(processors(), options.io_threads);
+}
+
+}  // namespace
 
 Engine::Engine(const EngineOptions& options) : options_(options), process_(::getpid()) {
   if (options.slot_bytes == 0 || options.slot_bytes % kPayloadAlignment != 0) {
@@ -24,6 +34,7 @@ Engine::Engine(const EngineOptions& options) : options_(options), process_(::get
   ring_ = std::make_unique<SlotRing>(options.slots, options.slot_bytes);
   arena_ = std::make_shared<Arena>(options.arena_bytes);
   threads_ = std::make_unique<IoThreads>(options.io_threads);
+  staging_threads_ = std::make_unique<IoThreads>(staging_threads(options), "pyckpt-stage");
 }
 
 Engine::~Engine() {
@@ -31,6 +42,7 @@ Engine::~Engine() {
     // The threads are not in this process, and their locks may have been held when it began: there
     // is nothing to join and nothing that is safe to free.
     threads_.release();
+    staging_threads_.release();
     ring_.release();
     new std::shared_ptr<Arena>(std::move(arena_));
     new std::vector<std::shared_ptr<Device>>(std::move(devices_));
@@ -68,11 +80,10 @@ std::shared_ptr<StageJob> Engine::start_stage(const std::vector<StageSource>& so
   }
   // Guarded memory is copied in the time until the next step, on few of the processors that the
   // program computes with; what the caller waits for, on as many as there are.
-  const size_t processors = std::max(1u, std::thread::hardware_concurrency());
-  options.lanes = std::max<size_t>(1, processors / 4);
-  options.hurry = std::min(processors, options_.io_threads);
+  options.lanes = std::max<size_t>(1, processors() / 4);
+  options.hurry = staging_threads(options_);
   std::shared_ptr<StageJob> job =
-      StageJob::start(arena_.get(), threads_.get(), sources, std::move(options));
+      StageJob::start(arena_.get(), staging_threads_.get(), sources, std::move(options));
   std::lock_guard lock(mutex_);
   remember(job);
   return job;
@@ -109,6 +120,7 @@ void Engine::close() {
     if (const std::shared_ptr<Job> job = weak.lock()) job->fail(error);
   }
   ring_->close();
+  staging_threads_->stop();
   threads_->stop();
 }
 

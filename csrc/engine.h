@@ -27,8 +27,10 @@ struct EngineOptions {
 };
 
 // A ring of slots, an arena, and the threads that move bytes through them. Jobs of one engine share
-// them, and take turns. Must outlive its jobs. Safe to call from any thread, but useless in a
-// forked child, which has none of the threads.
+// them, and take turns; but the copies of a state, which the program waits for, have threads of
+// their own, since the others may be in the kernel with a disk for as long as that takes. Must
+// outlive its jobs. Safe to call from any thread, but useless in a forked child, which has none of
+// the threads.
 class Engine {
  public:
   explicit Engine(const EngineOptions& options);  // throws std::invalid_argument
@@ -68,6 +70,7 @@ class Engine {
   std::unique_ptr<SlotRing> ring_;
   std::shared_ptr<Arena> arena_;
   std::unique_ptr<IoThreads> threads_;
+  std::unique_ptr<IoThreads> staging_threads_;
 
   mutable std::mutex mutex_;
   // Guarded by mutex_.

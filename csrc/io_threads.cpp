@@ -10,7 +10,7 @@
 
 namespace pyckpt {
 
-IoThreads::IoThreads(size_t count) : count_(count) {
+IoThreads::IoThreads(size_t count, const char* group) : count_(count) {
   // Threads inherit the signal mask: with all signals blocked, those of the process go to threads
   // that expect them (Python's main thread).
   sigset_t all, before;
@@ -20,7 +20,7 @@ IoThreads::IoThreads(size_t count) : count_(count) {
   pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
     for (size_t i = 0; i < count; ++i) {
-      const std::string name = "pyckpt-io-" + std::to_string(i);
+      const std::string name = std::string(group) + "-" + std::to_string(i);
       threads_.emplace_back([this, name] {
         name_nvtx_thread(name.c_str());
         run();

@@ -14,7 +14,8 @@ namespace pyckpt {
 // throw. `submit` may be called from any thread.
 class IoThreads {
  public:
-  explicit IoThreads(size_t count);
+  // They are called by that name and their number, of 15 characters at most.
+  explicit IoThreads(size_t count, const char* name = "pyckpt-io");
   IoThreads(const IoThreads&) = delete;
   IoThreads& operator=(const IoThreads&) = delete;
   ~IoThreads() { stop(); }

@@ -18,7 +18,7 @@ void Job::fail(std::exception_ptr error) noexcept {
 }
 
 void Job::rethrow_if_failed() {
-  if (!failed_.load(std::memory_order_acquire)) return;
+  if (!has_failed()) return;
   std::lock_guard lock(mutex_);
   std::rethrow_exception(error_);
 }

@@ -34,6 +34,7 @@ class Job {
   void fail(std::exception_ptr error) noexcept;
 
  protected:
+  bool has_failed() const { return failed_.load(std::memory_order_acquire); }
   void rethrow_if_failed();
   // Stops the clock that `seconds` reads.
   void end_clock();

@@ -48,28 +48,23 @@ std::shared_ptr<StageJob> StageJob::start(Arena* arena, IoThreads* threads,
                                           const std::vector<StageSource>& sources,
                                           Options options) {
   std::shared_ptr<StageJob> job(new StageJob(sources, std::move(options)));
-  try {
-    job->place(arena, sources);
-    job->queue_volatile();
-  } catch (...) {
-    job->units_left_ = 0;  // none was given to a thread
-    job->queued_ = true;
-    throw;
+  job->place(arena, sources);
+  for (const auto& [device, stream] : job->options_.programs) {
+    job->queue(device, /*guarded=*/false);
+    for (const auto& [of, ticket] : job->last_) {
+      if (of == device) device->hold(stream, *ticket);
+    }
   }
+  // Here, and not on some thread to come: whoever frees a source on the device, or asks for the
+  // guard, finds its copy queued.
+  for (const auto& [device, stream] : job->options_.programs) job->queue(device, /*guarded=*/true);
   const size_t lanes = std::min(job->options_.lanes, job->units_.size());
   const size_t hurry = std::min(job->options_.hurry, job->volatile_units_);
   for (size_t i = 0; i < std::max(lanes, hurry); ++i) {
     const size_t limit = i < lanes ? job->units_.size() : job->volatile_units_;
-    if (!threads->submit([job, limit] { job->run_lane(limit); })) job->run_lane(limit);
+    if (!threads->submit([job, limit] { job->do_units(limit); })) job->do_units(limit);
   }
-  const auto guarded = [](const Copy& copy) { return copy.source.guarded; };
-  if (std::any_of(job->device_copies_.begin(), job->device_copies_.end(), guarded)) {
-    if (!threads->submit([job] { job->queue_guarded(); })) job->queue_guarded();
-  } else {
-    std::lock_guard lock(job->mutex_);
-    job->queued_ = true;
-    if (job->units_.empty()) job->end_clock();
-  }
+  if (job->copies_.empty() && job->device_copies_.empty()) job->end_clock();
   return job;
 }
 
@@ -78,7 +73,7 @@ StageJob::StageJob(const std::vector<StageSource>& sources, Options options)
 
 StageJob::~StageJob() {
   if (forked()) return;
-  quiesce();
+  wait_for_devices();  // but for no thread: each has the job while it copies
 }
 
 // Finds room, first for what is not guarded: what finds none costs the caller a wait.
@@ -189,26 +184,6 @@ void StageJob::cut_units(bool guarded) {
   units_left_ = units_.size();
 }
 
-void StageJob::queue_volatile() {
-  for (const auto& [device, stream] : options_.programs) {
-    queue(device, /*guarded=*/false);
-    for (const Last& last : last_) {
-      if (last.device == device) device->hold(stream, *last.ticket);
-    }
-  }
-}
-
-void StageJob::queue_guarded() noexcept {
-  try {
-    for (const auto& [device, stream] : options_.programs) queue(device, /*guarded=*/true);
-  } catch (...) {
-    fail(std::current_exception());
-  }
-  std::lock_guard lock(mutex_);
-  queued_ = true;
-  changed_.notify_all();
-}
-
 void StageJob::queue(const std::shared_ptr<Device>& device, bool guarded) {
   std::vector<Transfer> transfers;
   std::vector<Staged*> those;
@@ -216,16 +191,14 @@ void StageJob::queue(const std::shared_ptr<Device>& device, bool guarded) {
   const auto flush = [&] {
     if (transfers.empty()) return;
     const std::shared_ptr<Ticket> ticket = device->copy_to_host(transfers);
-    std::lock_guard lock(mutex_);
-    for (Staged* staged : those) staged->ticket_ = ticket;
-    const auto same = [&](const Last& last) { return last.device == device; };
+    const auto same = [&](const auto& last) { return last.first == device; };
     const auto last = std::find_if(last_.begin(), last_.end(), same);
     if (last == last_.end()) {
-      last_.push_back({device, ticket});
+      last_.emplace_back(device, ticket);
     } else {
-      last->ticket = ticket;
+      last->second = ticket;
     }
-    changed_.notify_all();
+    for (Staged* staged : those) staged->ticket_ = ticket;
     transfers.clear();
     those.clear();
     bytes = 0;
@@ -240,28 +213,23 @@ void StageJob::queue(const std::shared_ptr<Device>& device, bool guarded) {
   flush();
 }
 
-void StageJob::run_lane(size_t limit) noexcept {
-  try {
-    while (do_unit(limit)) {
-    }
-  } catch (...) {
-    fail(std::current_exception());
+void StageJob::do_units(size_t limit) noexcept {
+  while (do_unit(limit)) {
   }
 }
 
-// Copies the next unit, unless those before `limit` are taken.
-bool StageJob::do_unit(size_t limit) {
+// Copies the next unit, or passes it over where the job has failed; unless those before `limit` are
+// taken. However it ends, the unit is counted off: whoever frees memory waits for the count.
+bool StageJob::do_unit(size_t limit) noexcept {
   size_t index = next_unit_.load(std::memory_order_relaxed);
   do {
     if (index >= limit) return false;
   } while (!next_unit_.compare_exchange_weak(index, index + 1, std::memory_order_relaxed));
-  const Unit& unit = units_[index];
-  const NvtxRange range("stage", unit.size);
-  if (unit.copies == 1) {
-    copy_piece(copies_[unit.copy], unit.begin, unit.size);
-  } else {
-    for (size_t i = unit.copy; i < unit.copy + unit.copies; ++i) {
-      copy_piece(copies_[i], 0, copies_[i].source.size);
+  if (!has_failed()) {
+    try {
+      copy_unit(units_[index]);
+    } catch (...) {
+      fail(std::current_exception());
     }
   }
   std::lock_guard lock(mutex_);
@@ -269,6 +237,17 @@ bool StageJob::do_unit(size_t limit) {
   if (--units_left_ == 0) end_clock();
   changed_.notify_all();
   return true;
+}
+
+void StageJob::copy_unit(const Unit& unit) {
+  const NvtxRange range("stage", unit.size);
+  if (unit.copies == 1) {
+    copy_piece(copies_[unit.copy], unit.begin, unit.size);
+    return;
+  }
+  for (size_t i = unit.copy; i < unit.copy + unit.copies; ++i) {
+    copy_piece(copies_[i], 0, copies_[i].source.size);
+  }
 }
 
 void StageJob::copy_piece(const Copy& copy, uint64_t begin, uint64_t size) {
@@ -291,57 +270,49 @@ void StageJob::copy_piece(const Copy& copy, uint64_t begin, uint64_t size) {
   }
   const uint64_t after = source.size - begin - size;
   staged.crc_.fetch_xor(after == 0 ? crc : crc32_shift(crc, after), std::memory_order_relaxed);
-  if (staged.pieces_left_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+  // A guard that failed meanwhile did not keep the program from the source.
+  if (staged.pieces_left_.fetch_sub(1, std::memory_order_acq_rel) == 1 && !has_failed()) {
     staged.there_.store(true, std::memory_order_release);
   }
 }
 
 // A thread of the engine must not help here: that would take processors from the program.
 void StageJob::wait_for(Staged* staged) {
-  std::shared_ptr<Ticket> ticket;
-  {
+  if (!staged->ticket_) {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return error_ || staged->ticket_ || staged->there_.load(); });
+    changed_.wait(lock, [&] { return error_ || staged->there_.load(); });
     if (error_) std::rethrow_exception(error_);
-    ticket = staged->ticket_;
+    return;
   }
-  if (!ticket) return;
+  rethrow_if_failed();
   try {
-    ticket->wait();
+    staged->ticket_->wait();
   } catch (...) {
     fail(std::current_exception());
     throw;
   }
+  rethrow_if_failed();  // a guard that failed meanwhile did not keep the program from the source
   staged->there_.store(true, std::memory_order_release);
 }
 
-void StageJob::help(size_t limit) {
-  try {
-    while (do_unit(limit)) {
-    }
-  } catch (...) {
-    fail(std::current_exception());
-  }
-}
-
 void StageJob::wait_volatile() {
-  help(volatile_units_);
+  do_units(volatile_units_);
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return error_ || volatile_left_ == 0; });
   if (error_) std::rethrow_exception(error_);
 }
 
 void StageJob::wait_host() {
-  help(units_.size());
+  do_units(units_.size());
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return error_ || (units_left_ == 0 && queued_); });
+  changed_.wait(lock, [this] { return error_ || units_left_ == 0; });
   if (error_) std::rethrow_exception(error_);
 }
 
 void StageJob::wait() {
   {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return error_ || (units_left_ == 0 && queued_); });
+    changed_.wait(lock, [this] { return error_ || units_left_ == 0; });
     if (error_) std::rethrow_exception(error_);
   }
   for (const Copy& copy : device_copies_) copy.staged->wait();
@@ -349,41 +320,43 @@ void StageJob::wait() {
 }
 
 void StageJob::hold(const std::shared_ptr<Device>& device, Stream stream) {
-  std::shared_ptr<Ticket> ticket;
-  {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return error_ || queued_; });
-    if (error_) std::rethrow_exception(error_);
-    for (const Last& last : last_) {
-      if (last.device == device) ticket = last.ticket;
+  rethrow_if_failed();
+  try {
+    for (const auto& [of, ticket] : last_) {
+      if (of == device) device->hold(stream, *ticket);
     }
-  }
-  if (ticket) device->hold(stream, *ticket);
-}
-
-void StageJob::release_sources() {
-  std::shared_ptr<void> sources;
-  {
-    std::lock_guard lock(mutex_);
-    sources = std::move(options_.sources);
+  } catch (...) {
+    fail(std::current_exception());
+    throw;
   }
 }
 
-// Until neither threads nor devices write to the regions, whether or not the job has failed.
+// Until neither threads nor devices read the sources or write to the regions, whether or not the
+// job has failed.
 void StageJob::quiesce() noexcept {
-  std::vector<Last> last;
+  if (has_failed()) do_units(units_.size());  // which are passed over
   {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return units_left_ == 0 && queued_; });
-    last = last_;  // which stay: others may wait for them at the same time
+    changed_.wait(lock, [this] { return units_left_ == 0; });
   }
-  for (const Last& of_device : last) {
+  wait_for_devices();
+}
+
+void StageJob::wait_for_devices() noexcept {
+  for (const auto& [device, ticket] : last_) {
     try {
-      of_device.ticket->wait();
+      ticket->wait();
     } catch (...) {
-      // A device that failed writes no more; whoever waits for its copies is told by their tickets.
+      // A device that failed copies no more; whoever waits for its copies is told by their tickets.
     }
   }
+}
+
+void StageJob::release_sources() noexcept {
+  quiesce();
+  std::shared_ptr<const void> sources;
+  std::lock_guard lock(mutex_);
+  sources.swap(options_.sources);  // and let go of after the lock
 }
 
 void StageJob::release_regions() noexcept {

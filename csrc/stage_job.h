@@ -17,8 +17,8 @@ namespace pyckpt {
 
 class StageJob;
 
-// Memory to be copied. It must stay allocated until the job is over, and stay as it is until the
-// part of the job that it belongs to was waited for.
+// Memory to be copied. It must stay allocated until the job lets go of its sources, and stay as it
+// is until the part of the job that it belongs to was waited for.
 struct StageSource {
   const std::byte* data = nullptr;
   uint64_t size = 0;
@@ -62,7 +62,7 @@ class Staged {
   std::atomic<uint32_t> crc_{0};
   std::atomic<bool> there_{false};
   std::atomic<uint32_t> pieces_left_{0};
-  std::shared_ptr<Ticket> ticket_;  // guarded by the job's mutex; null until queued
+  std::shared_ptr<Ticket> ticket_;  // constant once the job has started; null for host memory
 };
 
 struct StageStatistics {
@@ -71,10 +71,12 @@ struct StageStatistics {
   double seconds = 0;           // from the start until all was there, or to now
 };
 
-// All copies of one save. The engine's threads make those of host memory, checksumming on the way;
-// devices make their own. A thread that waits for host copies helps making them.
+// All copies of one save. Threads make those of host memory, checksumming on the way; devices make
+// their own, and have been given all of them when `start` returns. A thread that waits for host
+// copies helps making them.
 //
-// Safe to call from any thread. The first error is thrown from every wait.
+// Safe to call from any thread. The first error is thrown from every wait; what was not copied by
+// then is passed over.
 class StageJob : public Job, public std::enable_shared_from_this<StageJob> {
  public:
   struct Options {
@@ -83,13 +85,14 @@ class StageJob : public Job, public std::enable_shared_from_this<StageJob> {
     size_t lanes = 1;  // how many threads copy guarded host memory at a time
     size_t hurry = 1;  // and how many do while the caller waits
     // What keeps the sources allocated; let go of by `release_sources`.
-    std::shared_ptr<void> sources;
+    std::shared_ptr<const void> sources;
     // Of each device among the sources, the queue of the program that may write to them.
     std::vector<std::pair<std::shared_ptr<Device>, Stream>> programs;
   };
 
   // Begins. Devices must `follow` their programs already. The programs' queues are held until what
-  // is not guarded was copied. Throws IoError, CudaError.
+  // is not guarded was copied. The threads must be none that a disk can hold up. Throws IoError,
+  // CudaError.
   static std::shared_ptr<StageJob> start(Arena* arena, IoThreads* threads,
                                          const std::vector<StageSource>& sources, Options options);
 
@@ -101,16 +104,22 @@ class StageJob : public Job, public std::enable_shared_from_this<StageJob> {
 
   // Until host memory that is not guarded was copied.
   void wait_volatile();
-  // Until host memory was copied, all of it, and devices were given all copies.
+  // Until host memory was copied, all of it.
   void wait_host();
   // Until everything is there.
   void wait();
 
-  // What `stream` of a device is given from now on waits for the copies on that device; on the
-  // device, but for the time until they are queued.
+  // What `stream` of a device is given from now on waits, on the device, for the copies there.
+  // Where that cannot be had the job fails before this throws: what the program does next may tear
+  // them.
   void hold(const std::shared_ptr<Device>& device, Stream stream);
 
-  void release_sources();
+  // Throws the job's error, if there is one. A copy that is there was whole, but whoever wrote all
+  // of them asks this once more before it calls them a state.
+  void check() { rethrow_if_failed(); }
+
+  // Lets the sources go, once nothing reads them.
+  void release_sources() noexcept;
   // Gives all memory back to the arena, whoever still points to it, once nothing writes to it.
   void release_regions() noexcept;
 
@@ -139,15 +148,14 @@ class StageJob : public Job, public std::enable_shared_from_this<StageJob> {
   void add(const StageSource& source, size_t index, std::shared_ptr<Region> region,
            std::byte* data);
   void cut_units(bool guarded);
-  void queue_volatile();
-  void queue_guarded() noexcept;
   void queue(const std::shared_ptr<Device>& device, bool guarded);
-  void run_lane(size_t limit) noexcept;
-  bool do_unit(size_t limit);
+  void do_units(size_t limit) noexcept;
+  bool do_unit(size_t limit) noexcept;
+  void copy_unit(const Unit& unit);
   void copy_piece(const Copy& copy, uint64_t begin, uint64_t size);
   void wait_for(Staged* staged);
-  void help(size_t limit);
   void quiesce() noexcept;
+  void wait_for_devices() noexcept;
 
   Options options_;
   std::vector<std::shared_ptr<Staged>> staged_;
@@ -157,18 +165,14 @@ class StageJob : public Job, public std::enable_shared_from_this<StageJob> {
   size_t volatile_units_ = 0;  // the first ones
   uint64_t bytes_staged_ = 0;
   uint64_t bytes_streamed_ = 0;
+  // Of each device, the ticket behind all of its copies; as the above, constant after the start.
+  std::vector<std::pair<std::shared_ptr<Device>, std::shared_ptr<Ticket>>> last_;
 
   std::atomic<size_t> next_unit_{0};
 
   // Guarded by mutex_.
   size_t volatile_left_ = 0;
   size_t units_left_ = 0;
-  bool queued_ = false;  // devices have all copies
-  struct Last {
-    std::shared_ptr<Device> device;
-    std::shared_ptr<Ticket> ticket;
-  };
-  std::vector<Last> last_;  // of each device, the ticket behind all of its copies so far
 };
 
 }  // namespace pyckpt

@@ -193,10 +193,17 @@ class Staging:
 
     def guard(self) -> None:
         """Have what the calling thread does next, and gives its current streams, wait for the
-        copies; on a GPU, without waiting itself. Raises what went wrong."""
+        copies; on a GPU, without waiting itself. Raises what went wrong, after it failed the
+        copies."""
+
+    def fail(self, reason: str) -> None:
+        """Fail the copies: all waits for them raise, and ``check``, unless they failed before."""
+
+    def check(self) -> None:
+        """Raise what went wrong so far."""
 
     def release_sources(self) -> None:
-        """Let go of the memory that was copied."""
+        """Let go of the memory that was copied, once nothing reads it."""
 
     def release(self) -> None:
         """Give the copies' memory back, once nothing writes to it, whoever still has tensors."""

@@ -23,7 +23,8 @@ class Guarded(Protocol):
     """Copies that a step must not overtake."""
 
     def guard(self) -> None:
-        """Make what the calling thread does next wait for the copies. Must not raise."""
+        """Make what the calling thread does next wait for the copies. Where that fails, the copies
+        must count as failed before this returns, or raises, which keeps the step from running."""
 
 
 _lock = fork_safe_lock()

@@ -436,15 +436,23 @@ class Staging:
             self.stager._forget(self)
 
     def guard(self) -> None:
-        """Make what the calling thread does next wait for the copies. Errors are for ``staged``."""
+        """Make what the calling thread does next wait for the copies; or else fail the save, since
+        what comes next may tear them. Errors are for ``staged``, and for the writer."""
         if self.released:
             return
         try:
             self._native.guard()
         except Exception as error:
-            _logger.debug("a failed copy holds nothing back: %s", error)
+            self._native.fail(f"a step could not be made to wait for the copies: {error}")
+            _logger.debug("the copies of a save that fails hold nothing back: %s", error)
         if self.streams:
             self.wait_released()
+
+    def check(self) -> None:
+        """Raise what keeps the copies from being the state at the call, as far as it is known. A
+        writer asks when it has written them all, since each may have been whole when it was
+        written, and not the state."""
+        self._native.check()
 
     def wait_released(self) -> None:
         """Wait until the save is through with the state, or has ended."""

@@ -299,7 +299,7 @@ class DirectWriter(StorageWriter):
             else:
                 # A rank that has nothing to write makes no file.
                 with named("write"):
-                    future.set_result(self._write(plan, planner) if plan.items else [])
+                    future.set_result(self._write(plan, planner))
         except BaseException as error:
             if abandoned():
                 _logger.error("%s: this save was lost: the program ended before it", self.path)
@@ -405,6 +405,9 @@ class DirectWriter(StorageWriter):
         return commit.metadata_name(None if self._use_collectives else self._rank)
 
     def _write(self, plan: SavePlan, planner: StockSavePlanner) -> list[WriteResult]:
+        if not plan.items:
+            self._check_copies()  # nothing of them is written, but this rank's save has failed
+            return []
         engine = default_engine() if self._engine is None else self._engine
         name = commit.data_file_name(self._rank, self._save_id)
         self._data_file = self.path / name
@@ -425,6 +428,7 @@ class DirectWriter(StorageWriter):
             try:
                 raws = self._add_items(job, plan, planner, notes)
                 places = job.finish()
+                self._check_copies()
             finally:
                 job.abandon()
         except BaseException:
@@ -465,6 +469,11 @@ class DirectWriter(StorageWriter):
         """Wait until staged memory may be read."""
         if self._staging is not None:
             self._staging.staged.result()
+
+    def _check_copies(self) -> None:
+        """Raise where the copies turned out not to be the state at the call."""
+        if self._staging is not None:
+            self._staging.check()
 
     def _tell_fallback(self, job: _C.WriteJob) -> None:
         reason = job.statistics().fallback_reason

@@ -123,32 +123,98 @@ MUTANTS = (
         "i < small.size(); i += kPackTransfers",
         "i < std::min(small.size(), kPackTransfers); i += kPackTransfers",
     ),
-    # stage_job.cpp
+    # stage_job.cpp, engine.cpp
     Mutant(
         "the program is not held for what is not guarded",
         "stage_job.cpp",
-        "if (last.device == device) device->hold(stream, *last.ticket);",
+        "    for (const auto& [of, ticket] : job->last_) {\n"
+        "      if (of == device) device->hold(stream, *ticket);\n    }\n",
     ),
     Mutant(
         "the guard does not hold",
         "stage_job.cpp",
-        "if (ticket) device->hold(stream, *ticket);",
-    ),
-    Mutant(
-        "the guard does not wait for what is still to be queued",
-        "stage_job.cpp",
-        "changed_.wait(lock, [this] { return error_ || queued_; });",
+        "  try {\n    for (const auto& [of, ticket] : last_) {\n"
+        "      if (of == device) device->hold(stream, *ticket);\n    }\n",
+        "  try {\n    (void)device, (void)stream;\n",
     ),
     Mutant(
         "the guard is for the first ticket",
         "stage_job.cpp",
-        "last->ticket = ticket;",
+        "last->second = ticket;",
+    ),
+    Mutant(
+        "a guard that cannot be set is not told",
+        "stage_job.cpp",
+        "if (of == device) device->hold(stream, *ticket);\n    }\n  } catch (...) {\n"
+        "    fail(std::current_exception());",
+        "if (of == device) device->hold(stream, *ticket);\n    }\n  } catch (...) {",
+    ),
+    Mutant(
+        "a copy beside which a guard failed counts",
+        "stage_job.cpp",
+        "  rethrow_if_failed();  // a guard that failed meanwhile",
+        "  // a guard that failed meanwhile",
     ),
     Mutant(
         "a copy is not waited for",
         "stage_job.cpp",
-        "  try {\n    ticket->wait();\n  } catch (...) {\n    fail(std::current_exception());",
-        "  try {\n  } catch (...) {\n    fail(std::current_exception());",
+        "    staged->ticket_->wait();",
+    ),
+    Mutant(
+        "a job that is dropped does not wait",
+        "stage_job.cpp",
+        "  wait_for_devices();  // but for no thread",
+        "  // but for no thread",
+    ),
+    Mutant(
+        "devices are not waited for",
+        "stage_job.cpp",
+        "      ticket->wait();",
+        "      (void)ticket;",
+    ),
+    Mutant(
+        "threads are not waited for",
+        "stage_job.cpp",
+        "    changed_.wait(lock, [this] { return units_left_ == 0; });\n  }\n  wait_for_devices();",
+        "  }\n  wait_for_devices();",
+    ),
+    Mutant(
+        "sources go while they are read",
+        "stage_job.cpp",
+        "void StageJob::release_sources() noexcept {\n  quiesce();",
+        "void StageJob::release_sources() noexcept {",
+    ),
+    Mutant(
+        "units are copied although the job has failed",
+        "stage_job.cpp",
+        "if (!has_failed()) {\n    try {",
+        "{\n    try {",
+    ),
+    Mutant(
+        "copies are made by threads that a disk can hold up",
+        "engine.cpp",
+        "StageJob::start(arena_.get(), staging_threads_.get(), sources",
+        "StageJob::start(arena_.get(), threads_.get(), sources",
+    ),
+    Mutant(
+        "wait_volatile does not wait",
+        "stage_job.cpp",
+        "  do_units(volatile_units_);\n  std::unique_lock lock(mutex_);\n"
+        "  changed_.wait(lock, [this] { return error_ || volatile_left_ == 0; });",
+        "  std::unique_lock lock(mutex_);",
+    ),
+    Mutant(
+        "wait_host does not wait",
+        "stage_job.cpp",
+        "  do_units(units_.size());\n  std::unique_lock lock(mutex_);\n"
+        "  changed_.wait(lock, [this] { return error_ || units_left_ == 0; });",
+        "  std::unique_lock lock(mutex_);",
+    ),
+    Mutant(
+        "who waits does not help",
+        "stage_job.cpp",
+        "  do_units(volatile_units_);\n  std::unique_lock",
+        "  std::unique_lock",
     ),
     Mutant(
         "regions are given back while they are written to",
@@ -157,60 +223,10 @@ MUTANTS = (
         "void StageJob::release_regions() noexcept {",
     ),
     Mutant(
-        "a job that is dropped does not wait",
-        "stage_job.cpp",
-        "  if (forked()) return;\n  quiesce();",
-        "  if (forked()) return;",
-    ),
-    Mutant(
-        "quiesce does not wait for devices",
-        "stage_job.cpp",
-        "      of_device.ticket->wait();",
-        "      (void)of_device;",
-    ),
-    Mutant(
-        "quiesce takes the tickets along",
-        "stage_job.cpp",
-        "last = last_;",
-        "last = std::exchange(last_, {});",
-    ),
-    Mutant(
-        "quiesce does not wait for what is still to be queued",
-        "stage_job.cpp",
-        "changed_.wait(lock, [this] { return units_left_ == 0 && queued_; });\n    last",
-        "last",
-    ),
-    Mutant(
-        "wait_volatile does not wait",
-        "stage_job.cpp",
-        "  help(volatile_units_);\n  std::unique_lock lock(mutex_);\n"
-        "  changed_.wait(lock, [this] { return error_ || volatile_left_ == 0; });",
-        "  std::unique_lock lock(mutex_);",
-    ),
-    Mutant(
-        "wait_host does not wait",
-        "stage_job.cpp",
-        "  help(units_.size());\n  std::unique_lock lock(mutex_);\n"
-        "  changed_.wait(lock, [this] { return error_ || (units_left_ == 0 && queued_); });",
-        "  std::unique_lock lock(mutex_);",
-    ),
-    Mutant(
         "wait does not wait for devices",
         "stage_job.cpp",
         "for (const Copy& copy : device_copies_) copy.staged->wait();",
     ),
-    Mutant(
-        "who waits does not help",
-        "stage_job.cpp",
-        "  help(volatile_units_);",
-    ),
-    Mutant(
-        "a failure to queue is not told",
-        "stage_job.cpp",
-        "queue(device, /*guarded=*/true);\n  } catch (...) {\n    fail(std::current_exception());",
-        "queue(device, /*guarded=*/true);\n  } catch (...) {",
-    ),
-    # transfer_batch.cpp, write_job.cpp, read_job.cpp
     Mutant(
         "a batch does not wait",
         "transfer_batch.cpp",

@@ -128,13 +128,12 @@ TEST_F(StageCudaTest, WithoutTheGuardItTears) {
 TEST_F(StageCudaTest, TheProgramWaitsForTheLastTicket) { outlast_all_tickets(false); }
 TEST_F(StageCudaTest, TheGuardWaitsForTheLastTicket) { outlast_all_tickets(true); }
 
-// The guard comes before an engine's thread has queued what it is for.
-TEST_F(StageCudaTest, TheGuardWaitsUntilCopiesAreQueued) {
+// All threads that write wait for a device, or for a disk: nothing that a program does needs them.
+TEST_F(StageCudaTest, TheGuardDoesNotWaitForTheSaveBefore) {
   Engine engine({4096, 2, 1, 16 << 20});
   const auto device = engine.cuda_device(0);
   const cudaStream_t program = cuda_.make_stream(0);
   const auto copies = static_cast<cudaStream_t>(device->to_host());
-  // The one thread waits for a copy of another job.
   const TempDirectory directory;
   const auto write = engine.start_write(directory.file("a"), {Direct::kAuto, false, 0});
   cuda_.hold(copies);
@@ -146,15 +145,69 @@ TEST_F(StageCudaTest, TheGuardWaitsUntilCopiesAreQueued) {
   EXPECT_TRUE(cuda_.blocked(1));
   std::byte* const memory = on_device(0, "before");
   const auto job = stage(&engine, {source(device, memory, 6, true)}, {{device, program}});
-  auto guard = beside([&] {
-    job->hold(device, program);
-    write_later(program, memory, "behind");
-  });
+  EXPECT_EQ(cuda_.pending_copies(copies), 2u);  // queued, as the call returns
+  EXPECT_TRUE(returns([&] { job->hold(device, program); }, [&] { cuda_.release(copies); }));
+  write_later(program, memory, "behind");
+  cuda_.settle();
+  EXPECT_EQ(bytes_at(memory, 6), "before");
   cuda_.release(copies);
-  guard.get();
   job->wait();
   EXPECT_EQ(staged_bytes(*job, 0), "before");
   write->finish();
+}
+
+// The program goes on without the guard: what it may have torn is not called whole, neither by
+// those who wait already nor by those who come later, nor written.
+TEST_F(StageCudaTest, AHoldThatFailsFailsTheSave) {
+  Engine engine({4096, 4, 2, 16 << 20});
+  const auto device = engine.cuda_device(0);
+  const cudaStream_t program = cuda_.make_stream(0);
+  const auto copies = static_cast<cudaStream_t>(device->to_host());
+  cuda_.hold(copies);
+  std::byte* const memory = on_device(0, std::string(4096, 'x'));
+  const auto job = stage(&engine, {source(device, memory, 4096, true)}, {{device, program}});
+  const TempDirectory directory;
+  const auto write = engine.start_write(directory.file("a"), {Direct::kAuto, false, 0});
+  Source staged;
+  staged.data = job->staged()[0]->data();
+  staged.size = 4096;
+  staged.staged = job->staged()[0];
+  write->add(nullptr, staged);
+  auto waits = beside([&] { job->staged()[0]->wait(); });
+  EXPECT_TRUE(cuda_.blocked(2));
+  cuda_.fail("cudaStreamWaitEvent", 1);
+  EXPECT_THROW(job->hold(device, program), CudaError);
+  EXPECT_TRUE(cuda_.heal());
+  write_later(program, memory, "torn");
+  cuda_.settle();
+  cuda_.release(copies);
+  EXPECT_THROW(waits.get(), CudaError);
+  EXPECT_THROW(job->wait(), CudaError);
+  EXPECT_THROW(job->staged()[0]->wait(), CudaError);
+  EXPECT_THROW(write->finish(), CudaError);
+}
+
+TEST_F(StageCudaTest, SourcesStayWhileADeviceReadsThem) {
+  Engine engine(small());
+  const auto device = engine.cuda_device(0);
+  const auto copies = static_cast<cudaStream_t>(device->to_host());
+  const cudaStream_t program = cuda_.make_stream(0);
+  cuda_.hold(copies);
+  const auto owner = std::make_shared<int>(0);
+  StageJob::Options options;
+  options.pin = true;
+  options.programs = {{device, program}};
+  options.sources = owner;
+  const auto job =
+      engine.start_stage({source(device, on_device(0, "abc"), 3, true)}, std::move(options));
+  job->fail(std::make_exception_ptr(EngineClosed("closed")));
+  EXPECT_THROW(job->wait(), EngineClosed);
+  auto release = beside([&] { job->release_sources(); });
+  EXPECT_TRUE(cuda_.blocked(1));
+  EXPECT_EQ(owner.use_count(), 2);
+  cuda_.release(copies);
+  release.get();
+  EXPECT_EQ(owner.use_count(), 1);
 }
 
 // The event that one call records may be the one that another call recorded before.

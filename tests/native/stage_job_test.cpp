@@ -2,8 +2,12 @@
 #include "stage_job.h"
 
 #include <gtest/gtest.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <cstring>
+#include <future>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -40,6 +44,14 @@ class StageJobTest : public testing::Test {
     source.data = staged->data();
     source.size = staged->size();
     source.staged = staged;
+    return source;
+  }
+
+  static StageSource source(const StoppingMemory& memory, bool guarded) {
+    StageSource source;
+    source.data = memory.data();
+    source.size = memory.size();
+    source.guarded = guarded;
     return source;
   }
 
@@ -166,30 +178,54 @@ TEST_F(StageJobTest, WhatFindsNoRoomIsLeftOut) {
 
 TEST_F(StageJobTest, WhoWaitsHelps) {
   Engine engine({4096, 1, 1, 32 << 20});
-  // The one thread is busy until the gate opens.
-  Gate busy, leave;
-  Sample held = make_sample(nullptr, "x");
-  held.source.device = std::make_shared<FakeDevice>([&] {
-    busy.open();
-    leave.wait();
-  });
-  const Sample more = make_sample(nullptr, std::string(4096, 'y'));  // so that a window is full
-  const auto write = engine.start_write(directory_.file("a"), {Direct::kAuto, false, 0});
-  write->add(nullptr, held.source);
-  write->add(nullptr, more.source);
-  busy.wait();
+  // The one thread that stages is busy until the reader is let go on.
+  StoppingMemory slow(1);
+  const auto before = engine.start_stage({source(slow, true)}, {});
+  slow.wait_for_reader();
   const std::string state = random_bytes(random_, 5 << 20);
   const std::string other = random_bytes(random_, 3000);
   const auto job = engine.start_stage({source(state, true), source(other, false)}, {});
-  EXPECT_TRUE(returns([&] { job->wait_volatile(); }, [&] { leave.open(); }));
-  EXPECT_TRUE(returns([&] { job->wait_host(); }, [&] { leave.open(); }));
+  EXPECT_TRUE(returns([&] { job->wait_volatile(); }, [&] { slow.let_go_on(); }));
+  EXPECT_TRUE(returns([&] { job->wait_host(); }, [&] { slow.let_go_on(); }));
+  EXPECT_EQ(difference(staged_bytes(*job->staged()[0]), state), "");
+  slow.let_go_on();
+  before->wait();
+}
+
+// The threads that write are with the disk for as long as that takes, and take nothing else on.
+TEST_F(StageJobTest, NothingWaitsForTheDisk) {
+  Engine engine({4096, 2, 2, 32 << 20});
+  Gate leave;
+  std::atomic<int> arrived{0};
+  Gate busy;
+  const auto disk = std::make_shared<FakeDevice>([&] {
+    if (arrived.fetch_add(1) + 1 == 2) busy.open();
+    leave.wait();
+  });
+  const auto write = engine.start_write(directory_.file("a"), {Direct::kAuto, false, 0});
+  std::vector<Sample> windows;
+  for (int i = 0; i < 6; ++i) {
+    windows.push_back(make_sample(nullptr, std::string(4096, 'x')));
+    windows.back().source.device = disk;
+    write->add(nullptr, windows.back().source);
+  }
+  busy.wait();
+  const std::string state = random_bytes(random_, 5 << 20);
+  const std::string other = random_bytes(random_, 3000);
+  const auto device = std::make_shared<FakeDevice>();
+  StageSource on_device = source(other, true);
+  on_device.device = device;
+  StageJob::Options options;
+  options.programs = {{device, nullptr}};
+  const auto job = engine.start_stage({source(state, true), on_device}, std::move(options));
+  EXPECT_TRUE(returns([&] { job->hold(device, nullptr); }, [&] { leave.open(); }));
+  // Whoever waits so does not help.
+  EXPECT_TRUE(returns([&] { job->wait(); }, [&] { leave.open(); }));
   EXPECT_EQ(difference(staged_bytes(*job->staged()[0]), state), "");
   leave.open();
   write->finish();
 }
 
-// Writers wait for copies on the engine's threads, and the copies for the engine's threads: they
-// are ahead in the queue.
 TEST_F(StageJobTest, WritersOfStagedStatesDoNotLockUp) {
   for (const size_t threads : {1, 2, 4}) {
     Engine engine({4096, 2, threads, 64 << 20});
@@ -254,6 +290,89 @@ TEST_F(StageJobTest, AClosedEngineFailsItsJobs) {
   engine.close();
   EXPECT_THROW(job->wait(), EngineClosed);
   EXPECT_THROW(engine.start_stage({source(state, true)}, {}), EngineClosed);
+}
+
+// A thread is in the middle of a source when the job fails, and what holds the sources lets go.
+TEST_F(StageJobTest, SourcesStayWhileTheyAreRead) {
+  Engine engine({4096, 1, 1, 32 << 20});
+  StoppingMemory memory(4);
+  const auto owner = std::make_shared<int>(0);
+  StageJob::Options options;
+  options.sources = owner;
+  const auto job = engine.start_stage({source(memory, true)}, std::move(options));
+  memory.wait_for_reader();
+  job->fail(std::make_exception_ptr(EngineClosed("closed")));
+  EXPECT_THROW(job->wait(), EngineClosed);
+  std::promise<pid_t> thread;
+  std::atomic<bool> released{false};
+  Gate leave;
+  auto release = std::async(std::launch::async, [&] {
+    thread.set_value(static_cast<pid_t>(::syscall(SYS_gettid)));
+    job->release_sources();
+    released = true;
+    leave.wait();
+  });
+  wait_until_asleep(thread.get_future().get());
+  EXPECT_FALSE(released);
+  EXPECT_EQ(owner.use_count(), 2);
+  memory.let_go_on();
+  leave.open();
+  release.get();
+  EXPECT_EQ(owner.use_count(), 1);
+  EXPECT_EQ(memory.stops(), 1);  // what nobody had begun with is passed over
+  EXPECT_THROW(job->staged()[0]->wait(), EngineClosed);
+}
+
+// The same with the engine closed, as `configure` and an exit do.
+TEST_F(StageJobTest, AnEngineMayCloseWhileSourcesAreRead) {
+  Engine engine({4096, 1, 1, 32 << 20});
+  StoppingMemory memory(4);
+  const auto job = engine.start_stage({source(memory, true)}, {});
+  memory.wait_for_reader();
+  auto close = std::async(std::launch::async, [&] { engine.close(); });
+  EXPECT_THROW(job->wait(), EngineClosed);
+  memory.let_go_on();
+  EXPECT_TRUE(returns([&] { job->release_sources(); }, [] {}));
+  close.get();
+  EXPECT_EQ(memory.stops(), 1);
+}
+
+// Bytes that were read while the program could write are nobody's.
+TEST_F(StageJobTest, WhatWasReadBesideAFailureIsNotThere) {
+  Engine engine({4096, 1, 1, 32 << 20});
+  StoppingMemory memory(1);
+  const auto job = engine.start_stage({source(memory, true)}, {});
+  memory.wait_for_reader();
+  job->fail(std::make_exception_ptr(CudaError("the guard could not be set")));
+  memory.let_go_on();
+  job->release_sources();  // the thread has done its unit
+  EXPECT_THROW(job->staged()[0]->wait(), CudaError);
+  EXPECT_THROW(job->check(), CudaError);
+}
+
+TEST_F(StageJobTest, AHoldThatFailsFailsTheJob) {
+  class Refusing : public FakeDevice {
+    void hold(Stream, const Ticket&) override { throw CudaError("cudaStreamWaitEvent failed"); }
+  };
+  Engine engine(small());
+  const std::string state = "state";
+  const auto device = std::make_shared<Refusing>();
+  for (const bool guarded : {false, true}) {
+    StageSource bad = source(state, guarded);
+    bad.device = device;
+    StageJob::Options options;
+    options.programs = {{device, nullptr}};
+    if (!guarded) {
+      EXPECT_THROW(engine.start_stage({bad}, std::move(options)), CudaError);
+      continue;
+    }
+    const auto job = engine.start_stage({bad, source(state, true)}, std::move(options));
+    EXPECT_NO_THROW(job->check());
+    EXPECT_THROW(job->hold(device, nullptr), CudaError);
+    EXPECT_THROW(job->check(), CudaError);
+    EXPECT_THROW(job->wait(), CudaError);
+    EXPECT_THROW(job->staged()[0]->wait(), CudaError);
+  }
 }
 
 TEST_F(StageJobTest, SharedMemory) {

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -14,6 +15,7 @@
 #include <filesystem>
 #include <fstream>
 #include <future>
+#include <new>
 #include <sstream>
 #include <stdexcept>
 #include <thread>
@@ -207,6 +209,53 @@ Memory::Memory(const std::string& bytes, size_t shift) {
   owner = std::shared_ptr<void>(std::aligned_alloc(kPage, size), std::free);
   data = static_cast<const std::byte*>(owner.get()) + shift;
   std::memcpy(static_cast<std::byte*>(owner.get()) + shift, bytes.data(), bytes.size());
+}
+
+namespace {
+StoppingMemory* stopping = nullptr;
+}
+
+StoppingMemory::StoppingMemory(size_t steps) : steps_(steps) {
+  ::sem_init(&read_, 0, 0);
+  ::sem_init(&going_on_, 0, 0);
+  void* const memory =
+      ::mmap(nullptr, size(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  data_ = static_cast<std::byte*>(memory);
+  stopping = this;
+  struct sigaction action = {};
+  action.sa_sigaction = &on_fault;
+  action.sa_flags = SA_SIGINFO;
+  ::sigaction(SIGSEGV, &action, &before_);
+}
+
+StoppingMemory::~StoppingMemory() {
+  ::sigaction(SIGSEGV, &before_, nullptr);
+  stopping = nullptr;
+  ::munmap(data_, size());
+}
+
+void StoppingMemory::wait_for_reader() {
+  while (::sem_wait(&read_) != 0) {
+  }
+}
+
+void StoppingMemory::let_go_on() { ::sem_post(&going_on_); }
+
+// In the thread that reads.
+void StoppingMemory::on_fault(int, siginfo_t* info, void*) {
+  auto* const at = static_cast<std::byte*>(info->si_addr);
+  if (stopping == nullptr || at < stopping->data_ || at >= stopping->data_ + stopping->size()) {
+    ::signal(SIGSEGV, SIG_DFL);  // somebody else's, when it comes again
+    return;
+  }
+  stopping->stops_.fetch_add(1);
+  ::sem_post(&stopping->read_);
+  while (::sem_wait(&stopping->going_on_) != 0) {
+  }
+  ::sem_post(&stopping->going_on_);  // for those who come later
+  const size_t step = static_cast<size_t>(at - stopping->data_) / kStep;
+  ::mprotect(stopping->data_ + step * kStep, kStep, PROT_READ);
 }
 
 FakeDevice::FakeDevice(std::function<void()> before_copy) : before_copy_(std::move(before_copy)) {}

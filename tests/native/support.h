@@ -1,8 +1,11 @@
 // What the native tests share.
 #pragma once
 
+#include <semaphore.h>
+#include <signal.h>
 #include <sys/types.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -104,6 +107,35 @@ struct Memory {
   Memory(const std::string& bytes, size_t shift);
   const std::byte* data;
   std::shared_ptr<void> owner;
+};
+
+// Memory that stops whoever reads it, at the first of each kStep bytes, until the reader is let go
+// on. One at a time.
+class StoppingMemory {
+ public:
+  static constexpr size_t kStep = 1 << 20;  // what a staging thread copies at a time
+
+  explicit StoppingMemory(size_t steps);
+  StoppingMemory(const StoppingMemory&) = delete;
+  StoppingMemory& operator=(const StoppingMemory&) = delete;
+  ~StoppingMemory();  // nobody may read it by then
+
+  const std::byte* data() const { return data_; }
+  size_t size() const { return steps_ * kStep; }
+
+  void wait_for_reader();
+  void let_go_on();
+  // At how many steps somebody was stopped so far.
+  int stops() const { return stops_.load(); }
+
+ private:
+  static void on_fault(int signal, siginfo_t* info, void* context);
+
+  const size_t steps_;
+  std::byte* data_;
+  struct sigaction before_;
+  sem_t read_, going_on_;
+  std::atomic<int> stops_{0};
 };
 
 // A device whose memory is the host's. It copies when its ticket is waited for, and not before;

@@ -1,0 +1,35 @@
+// The memory of tensors that is read after the call that was given them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+
+#include <memory>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "device.h"
+
+namespace pyckpt {
+
+// Keeps memory of tensors while it lives. Used with the GIL held; may be destroyed without.
+class Sources {
+ public:
+  // Where a storage is `resizable`, the program may give it other memory while this lives, as FSDP
+  // does between a save and the step. What torch allocated on the host is then kept, whatever the
+  // program does. What it allocated on `device` goes to nobody before the copies that the device
+  // was given by then are made.
+  void add(const at::Tensor& tensor, const std::shared_ptr<Device>& device, bool resizable);
+
+  // Throws where memory of a resizable storage could not be kept, and went.
+  void check() const;
+
+ private:
+  std::unordered_set<const c10::StorageImpl*> seen_;
+  std::vector<c10::Storage> storages_;
+  std::vector<std::shared_ptr<const void>> memory_;
+  std::vector<std::pair<c10::Storage, const void*>> watched_;
+};
+
+}  // namespace pyckpt
