@@ -10,7 +10,6 @@ Finding the newest costs one listing and the metadata of one checkpoint, however
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import logging
@@ -30,6 +29,8 @@ from pyckpt.dcp import objects
 from pyckpt.errors import CorruptCheckpoint, PyckptError
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
+from pyckpt.format.flock import trying
+from pyckpt.train.fence import FOLDER
 from pyckpt.train.transient import Failure, failure_of, is_shortage, persist
 
 __all__ = [
@@ -183,7 +184,7 @@ class Catalog:
             names = sorted(os.listdir(self.directory))
         except FileNotFoundError:
             return []
-        known = {directory_name(step) for step in steps}
+        known = {FOLDER, *map(directory_name, steps)}
         found += [
             DirectoryEntry(
                 self.directory / name, None, "foreign", "this is not the name of a checkpoint"
@@ -311,9 +312,10 @@ def reading(path: Path) -> Iterator[None]:
     name = path / commit.metadata_name()
     descriptor = os.open(name, os.O_RDONLY)
     try:
-        if not lock(descriptor, fcntl.LOCK_SH) or not _is_still(name, descriptor):
-            raise FileNotFoundError(2, "the checkpoint is being removed", str(path))
-        yield
+        with trying(descriptor, shared=True) as mine:
+            if not mine or not _is_still(name, descriptor):
+                raise FileNotFoundError(2, "the checkpoint is being removed", str(path))
+            yield
     finally:
         os.close(descriptor)
 
@@ -323,14 +325,3 @@ def _is_still(name: Path, descriptor: int) -> bool:
         return os.path.samestat(os.stat(name), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-def lock(descriptor: int, how: int) -> bool:
-    """Try to lock a file; False where another holds it, True where there are no locks to be had."""
-    try:
-        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        _logger.debug("no file locks here: %s", error)
-    return True
