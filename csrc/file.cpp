@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <thread>
 #include <utility>
 
 #include "error.h"
@@ -23,6 +25,10 @@ constexpr size_t kTransferMax = 0x7ffff000;
 
 // How often a direct write may move less than a block before it is not tried any more.
 constexpr int kStallsMax = 8;
+
+// How often a call that says "try again" is repeated, after a pause that begins with a millisecond
+// and doubles: a quarter of a second in all.
+constexpr int kAgainMax = 8;
 
 // Not every libc that we build against declares these; the values are kernel ABI (linux/stat.h).
 #ifndef STATX_DIOALIGN
@@ -61,10 +67,25 @@ bool means_no_direct(int error_number) {
   return error_number == EINVAL || error_number == EOPNOTSUPP;
 }
 
+// Makes a call until it is neither interrupted nor told to try again, which network and user-space
+// file systems do. The latter ends: errno is EAGAIN then.
+template <typename Call>
+auto persist(Call call) {
+  for (int again = 0;;) {
+    const auto result = call();
+    if (result >= 0 || (errno != EINTR && errno != EAGAIN)) return result;
+    if (errno == EAGAIN) {
+      if (again == kAgainMax) return result;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1 << again++));
+    }
+  }
+}
+
 }  // namespace
 
 File File::create(const std::string& path, Direct direct) {
-  const int descriptor = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  const int descriptor =
+      persist([&] { return ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666); });
   if (descriptor < 0) throw IoError(errno, "open", path);
   File file(descriptor, path);
   try {
@@ -77,7 +98,7 @@ File File::create(const std::string& path, Direct direct) {
 }
 
 File File::open(const std::string& path, Direct direct) {
-  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  const int descriptor = persist([&] { return ::open(path.c_str(), O_RDONLY | O_CLOEXEC); });
   if (descriptor < 0) throw IoError(errno, "open", path);
   File file(descriptor, path);
   file.start_direct(direct);
@@ -154,10 +175,10 @@ void File::write(const void* data, size_t size, uint64_t offset) {
   int stalls = 0;
   while (size > 0) {
     const bool was_direct = direct();
-    const ssize_t written =
-        ::pwrite(descriptor_, from, std::min(size, kTransferMax), static_cast<off_t>(offset));
+    const ssize_t written = persist([&] {
+      return ::pwrite(descriptor_, from, std::min(size, kTransferMax), static_cast<off_t>(offset));
+    });
     if (written < 0) {
-      if (errno == EINTR) continue;
       if (was_direct && means_no_direct(errno)) {
         stop_direct(errno, "pwrite");
         continue;
@@ -182,9 +203,9 @@ size_t File::read(void* data, size_t size, uint64_t offset) {
   while (done < size) {
     const bool was_direct = direct();
     const size_t step = std::min(size - done, kTransferMax);
-    const ssize_t got = ::pread(descriptor_, to + done, step, static_cast<off_t>(offset + done));
+    const ssize_t got = persist(
+        [&] { return ::pread(descriptor_, to + done, step, static_cast<off_t>(offset + done)); });
     if (got < 0) {
-      if (errno == EINTR) continue;
       if (was_direct && means_no_direct(errno)) {
         stop_direct(errno, "pread");
         continue;
@@ -200,12 +221,9 @@ size_t File::read(void* data, size_t size, uint64_t offset) {
 }
 
 void File::truncate(uint64_t size) {
-  int result;
-  do {
-    result = ::ftruncate(descriptor_, static_cast<off_t>(size));
-  } while (result != 0 && errno == EINTR);
-  if (result != 0)
+  if (persist([&] { return ::ftruncate(descriptor_, static_cast<off_t>(size)); }) != 0) {
     throw IoError(errno, "ftruncate", path_, "to " + std::to_string(size) + " bytes");
+  }
 }
 
 // fsync is not repeated after EINTR or any other error: after a failure the kernel may have dropped
@@ -223,7 +241,8 @@ void File::close() {
 }
 
 void sync_directory(const std::string& path) {
-  const int descriptor = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  const int descriptor =
+      persist([&] { return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); });
   if (descriptor < 0) throw IoError(errno, "open", path);
   const int result = ::fsync(descriptor);
   const int error_number = errno;

@@ -16,8 +16,8 @@ enum class Direct {
 };
 
 // Owns the descriptor of one file. All calls throw IoError with path and offset; short transfers
-// and EINTR are continued. `write` and `read` may be called from any thread at the same time;
-// everything else by the owner alone, while no transfer is under way.
+// and EINTR are continued, and so is EAGAIN for a while. `write` and `read` may be called from any
+// thread at the same time; everything else by the owner alone, while no transfer is under way.
 class File {
  public:
   // Makes a new file; one that exists already is an error (EEXIST). Open for writing.

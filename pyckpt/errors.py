@@ -9,6 +9,7 @@
         ├── LoadError                a checkpoint and the state it is loaded into do not fit
         ├── StagerBusy               saves under way leave no memory for another
         ├── SaveError                a save failed, in different ways on different ranks perhaps
+        ├── Superseded               another job has begun to save where this one did
         ├── EngineClosed             an engine was used after ``close()``
         └── CudaError                a CUDA call failed
 
@@ -25,6 +26,7 @@ __all__ = [
     "PyckptError",
     "SaveError",
     "StagerBusy",
+    "Superseded",
     "UnsafeCheckpoint",
 ]
 
@@ -115,6 +117,11 @@ class SaveError(PyckptError):
     def __init__(self, message: str, *, failures: dict[int, str] | None = None) -> None:
         super().__init__(message)
         self.failures = failures or {}
+
+
+class Superseded(PyckptError):
+    """Another job has begun to save into the directory where this one did. What was committed is
+    there; nothing that this job saves will be, until it is started again."""
 
 
 class EngineClosed(PyckptError):

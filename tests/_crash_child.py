@@ -99,9 +99,12 @@ def run_traced(function: Callable[..., Any], *args: Any, inject: str | None = No
 
 
 def _attach(pid: int | None, log: Path, inject: str | None) -> subprocess.Popen[str]:
-    command = ["strace", "-f", "-y", "-o", str(log), "-e", f"trace={','.join(CALLS)}"]
+    command = ["strace", "-f", "-y", "-o", str(log)]
+    calls = set(CALLS)
     if inject is not None:
         command += ["-e", f"inject={inject}"]
+        calls.add(inject.partition(":")[0])
+    command += ["-e", f"trace={','.join(sorted(calls))}"]
     tracer = subprocess.Popen(
         [*command, "-p", str(pid)], stderr=subprocess.PIPE, text=True, start_new_session=True
     )

@@ -49,7 +49,7 @@ def test_stock_reads_it(tmp_path: Path) -> None:
     run = Run().to(3)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(3, run.state, metrics={"loss": 1.5})
-    assert sorted(os.listdir(tmp_path)) == ["step-00000003"]
+    assert sorted(os.listdir(tmp_path)) == [".pyckpt", "step-00000003"]
     target = {"model": Run().model.state_dict(), "pyckpt.checkpoint": ""}
     dcp.load(target, checkpoint_id=tmp_path / "step-00000003")
     for name, tensor in run.model.state_dict().items():
@@ -533,8 +533,8 @@ def test_what_is_protected_while_others_go_stays(
             checkpointer.save(step, Run().state)
     checkpointer = Checkpointer(tmp_path, keep_last=1)
 
-    def removed(path: Path) -> None:
-        rmdir(path)
+    def removed(path: str, *, dir_fd: int) -> None:
+        rmdir(path, dir_fd=dir_fd)
         checkpointer.protect(2)
 
     monkeypatch.setattr(os, "rmdir", removed)

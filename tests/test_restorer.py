@@ -14,11 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.data
+from _crash_child import run_traced, traced
 from _ranks import Pipe, run_child, run_ranks
 
 import pyckpt
 from pyckpt import Checkpointer
-from pyckpt.errors import LoadError
+from pyckpt.errors import LoadError, PyckptError
+from pyckpt.train import restorer, transient
 from pyckpt.train.app_state import AppState
 
 
@@ -116,6 +118,112 @@ def restore_with_few_descriptors(pipe: Pipe, directory: Path) -> tuple[int | Non
 def test_a_lack_of_descriptors_is_no_damage(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     assert run_child(restore_with_few_descriptors, tmp_path) == (2, [])
+
+
+# --- errors of the file system ---
+
+
+def restore_traced(pipe: Pipe, directory: Path) -> tuple[Any, list[str]]:
+    """What a restore came to, traced, and what the log said of checkpoints."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    transient.DELAYS = (0.0, 0.0, 0.0)  # type: ignore[assignment]
+    restorer.DELAYS = (0.0, 0.0, 0.0)  # type: ignore[attr-defined]
+    state = {"x": torch.zeros(100_000), "step": 0}
+    with pyckpt.Engine(io_threads=1) as engine:
+        with Checkpointer(directory, engine=engine) as checkpointer:
+            assert checkpointer.restore(state) == 2  # imports and starts what it needs
+        logging.getLogger("pyckpt").addHandler(handler)
+        with Checkpointer(directory, engine=engine) as checkpointer:
+            state["step"] = 0
+            with traced(pipe):
+                try:
+                    result: Any = checkpointer.restore(state)
+                except (OSError, PyckptError) as error:
+                    result = error
+    return (result if isinstance(result, Exception) else (result, state["step"])), told
+
+
+def restore_with(directory: Path, inject: str) -> tuple[Any, list[str]]:
+    save(directory, 1, 2, x=torch.ones(100_000))
+    done = run_traced(restore_traced, directory, inject=inject)
+    assert done.injected, f"{inject} never came to pass"
+    result: tuple[Any, list[str]] = done.result
+    return result
+
+
+@pytest.mark.usefixtures("strace")
+@pytest.mark.parametrize(
+    "inject",
+    [
+        *(f"openat:error=ESTALE:when={nth}" for nth in range(1, 7)),
+        "openat:error=EIO:when=2..4",
+        "newfstatat:error=ESTALE:when=1",
+        "getdents64:error=ESTALE:when=1",
+        "pread64:error=EAGAIN:when=1..3",
+        "pread64:error=EINTR:when=1..3",
+        "pread64:error=EIO:when=1",
+        "pread64:error=ESTALE:when=1",
+        "pread64:error=ETIMEDOUT:when=2",
+    ],
+)
+def test_what_passes_does_not_cost_the_newest(inject: str, tmp_path: Path) -> None:
+    result, told = restore_with(tmp_path, inject)
+    assert result == (2, 2)
+    assert not any("passed over" in line for line in told)
+
+
+@pytest.mark.usefixtures("strace")
+@pytest.mark.parametrize(
+    ("inject", "number"),
+    [
+        ("pread64:error=ETIMEDOUT", errno.ETIMEDOUT),
+        ("pread64:error=ESTALE", errno.ESTALE),
+        ("pread64:error=EAGAIN", errno.EAGAIN),
+        ("openat:error=EACCES:when=2+", errno.EACCES),
+        ("openat:error=ESTALE:when=1+", errno.ESTALE),
+        ("newfstatat:error=ENOTCONN", errno.ENOTCONN),
+    ],
+)
+def test_what_is_no_damage_is_raised(inject: str, number: int, tmp_path: Path) -> None:
+    result, told = restore_with(tmp_path, inject)
+    assert isinstance(result, OSError), result
+    assert result.errno == number
+    assert not any("passed over" in line for line in told)
+
+
+@pytest.mark.usefixtures("strace")
+def test_a_disk_that_cannot_read_is_damage(tmp_path: Path) -> None:
+    # Four attempts at the newest, with one read each, and then the older one.
+    result, told = restore_with(tmp_path, "pread64:error=EIO:when=1..4")
+    assert result == (1, 1)
+    (line,) = [line for line in told if "passed over for an older" in line]
+    assert str(tmp_path / "step-00000002") in line
+    assert os.strerror(errno.EIO) in line
+
+
+def restore_with_stale_reads(directory: Path, on: int) -> tuple[int | None, float]:
+    """On one rank the first reads fail, in a way that passes."""
+    restorer.DELAYS = (0.0, 0.0, 0.0)  # type: ignore[attr-defined]
+    real, left = restorer.DirectReader.read_data, [2]
+
+    def stale(self: Any, *args: Any) -> Any:
+        if dist.get_rank() == on and left[0]:
+            left[0] -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), "somewhere")
+        return real(self, *args)
+
+    restorer.DirectReader.read_data = stale  # type: ignore[method-assign]
+    state = {"x": torch.zeros(10), "step": 0}
+    with Checkpointer(directory) as checkpointer:
+        return checkpointer.restore(state), float(state["x"].sum())
+
+
+@pytest.mark.parametrize("on", [0, 1])
+def test_all_ranks_try_again_what_failed_on_one(on: int, tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, x=torch.ones(10))
+    assert run_ranks(2, restore_with_stale_reads, tmp_path, on) == [(2, 10.0)] * 2
 
 
 def restore_where_it_cannot_be_listed(directory: Path, file_on: int) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +160,8 @@ def test_what_is_wanted_while_others_go_stays(
     protected, busy = Protected(), set[int]()
     rmdir = os.rmdir
 
-    def removed(path: Path) -> None:
-        rmdir(path)
+    def removed(path: str, *, dir_fd: int) -> None:
+        rmdir(path, dir_fd=dir_fd)
         protected.add(2)
         protected.add(2)
         protected.discard(2)
@@ -245,8 +247,7 @@ def test_a_reader_that_comes_second_is_told(tmp_path: Path) -> None:
 
 def _remove_until(_pipe: Pipe, path: Path, call: str, after: int) -> None:
     """Remove a checkpoint, and die at the n-th call of a function of os."""
-    owner = Path if call == "rename" else os  # which Python 3.10's paths call by another way
-    real = getattr(owner, call)
+    real = getattr(os, call)
     count = 0
 
     def deadly(*arguments: Any, **options: Any) -> Any:
@@ -256,7 +257,7 @@ def _remove_until(_pipe: Pipe, path: Path, call: str, after: int) -> None:
         count += 1
         return real(*arguments, **options)
 
-    setattr(owner, call, deadly)
+    setattr(os, call, deadly)
     remove(path)
 
 
@@ -327,6 +328,58 @@ def test_a_link_is_left_alone(tmp_path: Path) -> None:
     (here / "step-00000001").symlink_to(elsewhere)
     assert prune(Catalog(here), Retention(keep_last=1)) == []
     assert states(here) == {1: "valid", 2: "valid"}
+
+
+def test_nothing_is_removed_through_links(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "sub").mkdir(parents=True)
+    (elsewhere / "file").touch()
+    path = write(tmp_path, 1)
+    (path / "link").symlink_to(elsewhere)
+    (path / "__9_x.distcp").symlink_to(elsewhere / "file")
+    (path / "below").mkdir()
+    (path / "below" / "link").symlink_to(elsewhere)
+    assert remove(path)
+    assert not path.exists()
+    assert sorted(os.listdir(elsewhere)) == ["file", "sub"]
+
+
+def test_a_directory_that_becomes_a_link_meanwhile(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    elsewhere = write(tmp_path / "elsewhere", 1)
+
+    @contextmanager
+    def swapped() -> Iterator[bool]:
+        path.rename(tmp_path / "moved")
+        path.symlink_to(elsewhere)
+        yield True
+
+    before = sorted(os.listdir(elsewhere))
+    with pytest.raises(NotADirectoryError):
+        remove(path, beginning=swapped)
+    assert sorted(os.listdir(elsewhere)) == before
+    assert os.listdir(tmp_path / "moved") == []
+
+
+def test_remains_that_became_a_checkpoint_stay(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    assert not remove(path, remains=True)
+    assert states(tmp_path) == {1: "valid"}
+
+
+def test_what_comes_while_it_removes_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, 1)
+    unlink, to_write = os.unlink, [1]
+
+    def late(name: str, **options: Any) -> None:
+        while to_write:
+            write(tmp_path, to_write.pop())
+        unlink(name, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", late)
+        assert remove(path)
+    assert states(tmp_path) == {1: "valid"}
 
 
 def _no_locks(_pipe: Pipe, path: Path) -> bool:

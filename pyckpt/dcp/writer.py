@@ -365,6 +365,7 @@ class DirectWriter(StorageWriter):
         this save writes."""
         if self._is_coordinator or not self._use_collectives:
             with _commit_lock:
+                self._before_sweep()
                 commit.remove_remains(self.path, self._unfinished_names(), rank=self._own_rank())
 
     def _own_rank(self) -> int | None:
@@ -396,6 +397,9 @@ class DirectWriter(StorageWriter):
         """Called by the rank that commits, right before its rename makes the save count, and while
         no other commit of this process is under way. What it raises fails the save, on all ranks,
         and leaves the checkpoint that was there. For classes made from this one."""
+
+    def _before_sweep(self) -> None:
+        """The same, before it looks for what earlier saves left, and removes that."""
 
     def _forget_data_file(self) -> None:
         if self._data_file is not None:

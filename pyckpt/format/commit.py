@@ -30,6 +30,7 @@ __all__ = [
     "remove_remains",
     "remove_unnamed",
     "sync_directory",
+    "sync_opened_directory",
 ]
 
 _logger = logging.getLogger("pyckpt")
@@ -73,14 +74,20 @@ def sync_directory(path: Path) -> None:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
+        sync_opened_directory(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+def sync_opened_directory(descriptor: int, path: Path) -> None:
+    """The same, of a directory that is open; ``path`` is for the error."""
+    try:
         with _naming(path):
             os.fsync(descriptor)
     except OSError as error:
         # Some network file systems cannot sync a directory; there is nothing more to do on them.
         if error.errno != errno.EINVAL:
             raise
-    finally:
-        os.close(descriptor)
 
 
 def make_directory(path: Path, *, sync: bool) -> None:

@@ -10,8 +10,6 @@ Finding the newest costs one listing and the metadata of one checkpoint, however
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import io
 import json
 import logging
@@ -20,6 +18,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +29,9 @@ from pyckpt.dcp import objects
 from pyckpt.errors import CorruptCheckpoint, PyckptError
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
+from pyckpt.format.flock import trying
+from pyckpt.train.fence import FOLDER
+from pyckpt.train.transient import Failure, failure_of, is_shortage, persist
 
 __all__ = [
     "NOTE_KEY",
@@ -38,7 +40,6 @@ __all__ = [
     "CheckpointInfo",
     "DirectoryEntry",
     "directory_name",
-    "is_shortage",
     "note",
     "reading",
 ]
@@ -55,7 +56,6 @@ REMOVED = ".metadata.removed"
 _DIRECTORY = re.compile(r"step-(\d{8,})")
 _DATA_FILE = re.compile(r"__\d+_[^/]+\.distcp|\.metadata\.tmp")
 _NAMES_SHOWN = 3
-_SHORTAGES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 def directory_name(step: int) -> str:
@@ -99,14 +99,17 @@ class DirectoryEntry:
     path: Path
     step: int | None
     """None where the name is not that of a checkpoint."""
-    state: Literal["valid", "unfinished", "removed", "damaged", "foreign"]
+    state: Literal["valid", "unfinished", "removed", "damaged", "foreign", "unreadable"]
     """``unfinished``: a save that did not get to its commit. ``removed``: a removal that was
     interrupted. ``damaged``: it was committed, and something is missing or altered since.
-    ``foreign``: not a checkpoint of ours."""
+    ``foreign``: not a checkpoint of ours. ``unreadable``: this process cannot look at it, which
+    says nothing of what it is."""
     reason: str = ""
     """Why it is not valid, for people."""
     checkpoint: CheckpointInfo | None = None
     """Set where it is valid."""
+    error: OSError | None = None
+    """Set where it is unreadable."""
 
     def __str__(self) -> str:
         return f"{self.path.name}: {self.state}" + (f" ({self.reason})" if self.reason else "")
@@ -146,21 +149,30 @@ class Catalog:
             OSError: there is something, and it cannot be listed.
         """
         try:
-            with os.scandir(self.directory) as entries:
-                steps = [_step_of(entry.name) for entry in entries if _is_dir(entry)]
+            steps = persist(self._listed)
         except FileNotFoundError:
             return []
         return sorted((step for step in steps if step is not None), reverse=True)
 
+    def _listed(self) -> list[int | None]:
+        with os.scandir(self.directory) as entries:
+            return [_step_of(entry.name) for entry in entries if _is_dir(entry)]
+
     def newest(self, limit: int | None = None) -> CheckpointInfo | None:
-        """The newest valid checkpoint, of those up to step ``limit``."""
+        """The newest valid checkpoint, of those up to step ``limit``. Raises as `newest_first`."""
         return next(self.newest_first(limit), None)
 
     def newest_first(self, limit: int | None = None) -> Iterator[CheckpointInfo]:
-        """The valid checkpoints, each looked at when its turn comes."""
+        """The valid checkpoints, each looked at when its turn comes.
+
+        Raises:
+            OSError: one cannot be looked at: whether it is valid, nobody knows.
+        """
         for step in self.steps():
             if limit is None or step <= limit:
                 entry = self.examine(step)
+                if entry.error is not None:
+                    raise entry.error
                 if entry.checkpoint is not None:
                     yield entry.checkpoint
 
@@ -172,7 +184,7 @@ class Catalog:
             names = sorted(os.listdir(self.directory))
         except FileNotFoundError:
             return []
-        known = {directory_name(step) for step in steps}
+        known = {FOLDER, *map(directory_name, steps)}
         found += [
             DirectoryEntry(
                 self.directory / name, None, "foreign", "this is not the name of a checkpoint"
@@ -194,6 +206,18 @@ class Catalog:
         """
         path = self.path(step)
         try:
+            return persist(partial(self._examine, step, path, verify))
+        except PyckptError as error:
+            return DirectoryEntry(path, step, "damaged", str(error))
+        except OSError as error:
+            if is_shortage(error):
+                raise
+            if failure_of(error, last=True) is Failure.DAMAGE:
+                return DirectoryEntry(path, step, "damaged", str(error))
+            return DirectoryEntry(path, step, "unreadable", str(error), error=error)
+
+    def _examine(self, step: int, path: Path, verify: bool) -> DirectoryEntry:
+        try:
             known = self._read(step, path)
             for name, expected in known.files.items():
                 found = (path / name).stat().st_size
@@ -207,10 +231,6 @@ class Catalog:
                 self._verify(path, metadata_format.read(path / commit.metadata_name()))
         except FileNotFoundError as error:
             return self._without_metadata(step, path, error)
-        except (OSError, PyckptError) as error:
-            if is_shortage(error):
-                raise
-            return DirectoryEntry(path, step, "damaged", str(error))
         return DirectoryEntry(path, step, "valid", checkpoint=known.checkpoint)
 
     def _read(self, step: int, path: Path) -> _Known:
@@ -234,9 +254,7 @@ class Catalog:
         """Tell apart what lacks its metadata, or a file that the metadata names."""
         try:
             names = set(os.listdir(path))
-        except OSError as gone:
-            if is_shortage(gone):
-                raise
+        except (FileNotFoundError, NotADirectoryError) as gone:
             return DirectoryEntry(path, step, "foreign", str(gone))
         if commit.metadata_name() in names:
             return DirectoryEntry(path, step, "damaged", str(error))
@@ -254,11 +272,6 @@ def _is_dir(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:
         return True  # one that cannot be looked at does not hide the others; `examine` tells of it
-
-
-def is_shortage(error: BaseException) -> bool:
-    """Whether a call failed for want of memory or descriptors, which says nothing of the file."""
-    return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 
 def _read_note(path: Path, metadata: Metadata, step: int) -> tuple[bool, dict[str, float]]:
@@ -299,9 +312,10 @@ def reading(path: Path) -> Iterator[None]:
     name = path / commit.metadata_name()
     descriptor = os.open(name, os.O_RDONLY)
     try:
-        if not lock(descriptor, fcntl.LOCK_SH) or not _is_still(name, descriptor):
-            raise FileNotFoundError(2, "the checkpoint is being removed", str(path))
-        yield
+        with trying(descriptor, shared=True) as mine:
+            if not mine or not _is_still(name, descriptor):
+                raise FileNotFoundError(2, "the checkpoint is being removed", str(path))
+            yield
     finally:
         os.close(descriptor)
 
@@ -311,14 +325,3 @@ def _is_still(name: Path, descriptor: int) -> bool:
         return os.path.samestat(os.stat(name), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-def lock(descriptor: int, how: int) -> bool:
-    """Try to lock a file; False where another holds it, True where there are no locks to be had."""
-    try:
-        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        _logger.debug("no file locks here: %s", error)
-    return True

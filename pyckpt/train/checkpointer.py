@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -25,6 +24,7 @@ from pyckpt.train import export as exporting
 from pyckpt.train.advice import Advice
 from pyckpt.train.agreement import Agreement, Facts, GroupAgreement, LocalAgreement
 from pyckpt.train.catalog import Catalog, CheckpointInfo, DirectoryEntry
+from pyckpt.train.fence import Fence
 from pyckpt.train.handle import SaveHandle
 from pyckpt.train.pieces import verify
 from pyckpt.train.policy import Policy
@@ -60,7 +60,9 @@ class Checkpointer:
 
     Args:
         directory: where the checkpoints are, or will be. On all ranks the same, on a file system
-            that they share. One job at a time may save there.
+            that they share. One job at a time saves there: the one that began to last. From then
+            on, the saves of one that was there before fail, with ``errors.Superseded``. Restoring,
+            inspecting and exporting take nothing away from anybody.
         keep_last: how many of the newest checkpoints to keep, those of ``final=True`` not counted.
             None keeps all, whatever the other two say. 0 keeps the newest, to resume from, until a
             final one is committed.
@@ -120,6 +122,7 @@ class Checkpointer:
         self._closed = False
         self._skipped = 0
         self._restore_seconds = 0.0
+        self._restored: int | None = None
 
         # Guarded by the lock, which a handler of a signal may find its own thread to hold.
         self._lock = fork_safe_lock()
@@ -137,7 +140,10 @@ class Checkpointer:
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
             self._ranks = Ranks(process_group)
-            self._saver = Saver(self._catalog, self._ranks, engine, on_commit=self._commit)
+            self._fence = Fence(self.directory, taken=self._begin_to_save)
+            self._saver = Saver(
+                self._catalog, self._ranks, self._fence, engine, on_commit=self._commit
+            )
             self._restorer = Restorer(self._catalog, self._ranks, engine)
             self._agreement: Agreement = (
                 LocalAgreement(self._facts)
@@ -345,7 +351,11 @@ class Checkpointer:
         return self._catalog.entries(verify=verify)
 
     def latest(self) -> CheckpointInfo | None:
-        """The newest valid checkpoint that this rank sees."""
+        """The newest valid checkpoint that this rank sees.
+
+        Raises:
+            OSError: the directory, or what may be the newest, cannot be looked at.
+        """
         return self._catalog.newest()
 
     def restore(
@@ -377,8 +387,10 @@ class Checkpointer:
                 others see none, so that the directory is not the same one on all of them.
             CorruptCheckpoint: there are checkpoints, and none can be read. ``state`` may have been
                 changed.
-            OSError: the directory cannot be listed on some rank, or memory or descriptors are
-                short; raised on all ranks.
+            OSError: the directory cannot be listed on some rank, or what may be the newest
+                checkpoint cannot be read for a reason that is no damage: permissions, a server
+                that does not answer, a lack of memory or descriptors. What may pass (EINTR, EAGAIN,
+                ESTALE, ETIMEDOUT, EIO) was tried again for a second or two. Raised on all ranks.
         """
         self._check_open()
         self._saver.wait()
@@ -386,6 +398,7 @@ class Checkpointer:
         restored = self._restorer.restore(state, step, options)
         if restored is not None:
             self._restore_seconds = time.perf_counter() - start
+            self._restored = restored
             self._go_on_from(restored)
         self._stopwatch.pause()
         return restored
@@ -395,11 +408,30 @@ class Checkpointer:
             self._step = min(self._step, step)
         self._saved = None  # of a state that is no more
         if self._ranks.rank == 0:
-            newer = takewhile(lambda found: found.step > step, self._catalog.newest_first())
-            try:
-                self._passed = {found.step for found in newer}
-            except OSError as error:  # the other ranks are through
-                _logger.warning("cannot tell what is newer than step %d: %s", step, error)
+            self._passed = self._newer_than(step)
+
+    def _newer_than(self, step: int) -> set[int]:
+        try:
+            newer = [found for found in self._catalog.steps() if found > step]
+            return {found for found in newer if self._catalog.examine(found).checkpoint is not None}
+        except OSError as error:  # the other ranks are through
+            _logger.warning("cannot tell what is newer than step %d: %s", step, error)
+            return set()
+
+    def _begin_to_save(self) -> None:
+        """Called by the thread that saves, when no other job does any more. One may have, since
+        this one restored."""
+        if self._restored is None:
+            return
+        late = self._newer_than(self._restored) - self._passed - self._restorer.distrusted
+        for step in sorted(late):
+            _logger.warning(
+                "another job saved %s after this one had restored step %d; the next restore will "
+                "find it first, unless its step is saved again, or it is moved away",
+                self._catalog.path(step),
+                self._restored,
+            )
+        self._passed |= late
 
     @property
     def load_report(self) -> LoadReport | None:
@@ -423,6 +455,7 @@ class Checkpointer:
             protected=self._protected,
             distrusted={*self._restorer.distrusted, *self._passed},
             busy=self._saver.writing,
+            allowed=self._fence.held,
         )
         with self._lock:
             self._pruned += len(removed)

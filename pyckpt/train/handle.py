@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from pyckpt.dcp.failures import portable_errors
 from pyckpt.dcp.writer import DirectWriter
 from pyckpt.statistics import WriteStatistics
+from pyckpt.train.fence import Fence
 
 __all__ = ["ReportingWriter", "SaveHandle", "SaveStatistics"]
 
@@ -149,6 +151,7 @@ class ReportingWriter(DirectWriter):
 
     Args:
         path: directory of the checkpoint.
+        fence: who may commit there.
         on_written: called when this rank's data is on disk.
         failure: makes the save fail, on all ranks. Where a rank cannot even begin, the others have
             begun, and wait for it in a collective.
@@ -159,11 +162,14 @@ class ReportingWriter(DirectWriter):
         self,
         path: Path,
         *,
+        fence: Fence,
         on_written: Callable[[], None],
         failure: Exception | None = None,
         **options: Any,
     ) -> None:
         super().__init__(path, **options)
+        self._fence = fence
+        self._fenced = ExitStack()
         self._items: Sequence[WriteItem] = ()
         self._on_written = on_written
         self._failure = failure
@@ -182,7 +188,11 @@ class ReportingWriter(DirectWriter):
         with portable_errors():
             if self._failure is not None:
                 raise self._failure
-            return super().prepare_local_plan(plan)
+            if self._is_coordinator:
+                with self._fence.held():
+                    pass  # before anything is made there
+            with self._fenced:
+                return super().prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         with portable_errors():
@@ -199,4 +209,17 @@ class ReportingWriter(DirectWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         with portable_errors():
-            super().finish(metadata, results)
+            try:
+                with self._fenced:
+                    super().finish(metadata, results)
+            except OSError:
+                # Files that another job has removed are its doing, and not the disk's.
+                with self._fence.held():
+                    raise
+
+    def _before_sweep(self) -> None:
+        self._fenced.enter_context(self._fence.held())
+
+    def _before_commit(self) -> None:
+        # Until `finish` ends: what is swept out after the commit may be another job's otherwise.
+        self._fenced.enter_context(self._fence.held())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,9 +18,10 @@ from pyckpt.dcp.together import together
 from pyckpt.engine import Engine
 from pyckpt.errors import CorruptCheckpoint, LoadError
 from pyckpt.train.app_state import AppState
-from pyckpt.train.catalog import Catalog, CheckpointInfo, is_shortage, reading
+from pyckpt.train.catalog import Catalog, CheckpointInfo, reading
 from pyckpt.train.pieces import verify
 from pyckpt.train.ranks import Ranks
+from pyckpt.train.transient import DELAYS, Failure, failure_of
 
 __all__ = ["Restorer"]
 
@@ -113,10 +115,36 @@ class Restorer:
         self, found: CheckpointInfo, state: Mapping[str, Any], options: Mapping[str, Any]
     ) -> Exception | None:
         """Load a checkpoint on all ranks; return why it cannot be read, the same on all of them.
+        What may pass is tried again, by all of them.
 
         Raises:
             Exception: what has other reasons.
         """
+        for delay in (*DELAYS, None):
+            failure = self._try(found, state, options)
+            mine = Failure.NONE
+            if failure is not None:
+                mine = failure_of(failure, last=delay is None)
+            worst = self._ranks.largest(mine)
+            if delay is None or worst != Failure.PASSING:
+                break
+            if failure is not None:
+                _logger.warning(
+                    "%s: reading it failed, and is tried again: %s", found.path, failure
+                )
+            time.sleep(delay)
+        if worst == Failure.NONE:
+            return None
+        if worst == Failure.DAMAGE:
+            return failure or CorruptCheckpoint(
+                f"{found.path} could not be read on another rank", path=str(found.path)
+            )
+        raise failure or LoadError(f"{found.path} could not be loaded on another rank")
+
+    def _try(
+        self, found: CheckpointInfo, state: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> Exception | None:
+        """Load a checkpoint on all ranks; return why it failed on this one."""
         failure: Exception | None = None
         with ExitStack() as held:
             try:
@@ -132,15 +160,7 @@ class Restorer:
                     )
                 except Exception as error:
                     failure = error
-        outcome = 0 if failure is None else 1 if _is_damage(failure) else 2
-        worst = self._ranks.largest(outcome)
-        if worst == 0:
-            return None
-        if worst == 2:
-            raise failure or LoadError(f"{found.path} could not be loaded on another rank")
-        return failure or CorruptCheckpoint(
-            f"{found.path} could not be read on another rank", path=str(found.path)
-        )
+        return failure
 
     def _check(self, found: CheckpointInfo, report: LoadReport, metadata: Metadata) -> LoadReport:
         """Compare the checksums of what ranks read in part. All read a share of it, as a whole."""
@@ -195,15 +215,3 @@ class Restorer:
     def _together(self, step: Callable[[], T], doing: str) -> T:
         """Take a step on each rank, which fails on all if it fails on one."""
         return together(step, process_group=self._ranks.work, doing=doing)
-
-
-def _is_damage(error: BaseException) -> bool:
-    """Whether a load failed because of what is on disk, on all the ranks where it failed."""
-    if isinstance(error, LoadError) and error.failures and error.__cause__ is not None:
-        causes: list[BaseException] = []
-        cause: BaseException | None = error.__cause__
-        while cause is not None and len(causes) < len(error.failures):
-            causes.append(cause)
-            cause = cause.__cause__
-        return all(_is_damage(cause) for cause in causes)
-    return isinstance(error, OSError | CorruptCheckpoint) and not is_shortage(error)

@@ -3,26 +3,27 @@
 ``surplus`` decides, and is a function of what it is given. ``remove`` removes in an order that can
 be interrupted anywhere: first the metadata gets another name, durably, and from then on nothing
 takes the directory for a checkpoint; then the data goes, and the renamed metadata last, so that
-what is left behind by an interruption can be told from everything else, and removed later.
+what is left behind by an interruption can be told from everything else, and removed later. It goes
+by descriptors of directories and follows no links, so that it removes nothing elsewhere.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import math
 import os
-import shutil
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pyckpt.errors import Superseded
 from pyckpt.format import commit
+from pyckpt.format.flock import trying
 from pyckpt.locks import fork_safe_lock
-from pyckpt.train.catalog import REMOVED, Catalog, CheckpointInfo, lock
+from pyckpt.train.catalog import REMOVED, Catalog, CheckpointInfo
 
 __all__ = ["Protected", "Retention", "prune", "remove", "surplus"]
 
@@ -138,6 +139,7 @@ def prune(
     protected: Protected | None = None,
     distrusted: Collection[int] = (),
     busy: Collection[int] = (),
+    allowed: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> list[int]:
     """Remove what ``retention`` does not keep, and what interruptions left. Never raises.
 
@@ -150,6 +152,7 @@ def prune(
         protected: the same, and may change meanwhile.
         distrusted: steps that do not count as checkpoints, and stay.
         busy: steps that are being written; their directories are not touched. May change, too.
+        allowed: a block in which a removal may begin; raises `Superseded` where none may.
 
     Returns:
         The steps whose checkpoints were removed.
@@ -179,17 +182,18 @@ def prune(
     for step in [*leftover, *going]:
         path = catalog.path(step)
 
-        def rename(step: int = step, path: Path = path) -> bool:
-            # Since the directory was looked through, that may have taken long.
-            with protected.lock:
-                if step in protected or step in busy:
-                    return False
-                _rename(path)
-            return True
+        @contextmanager
+        def beginning(step: int = step) -> Iterator[bool]:
+            with allowed(), protected.lock:
+                # Since the directory was looked through, that may have taken long.
+                yield step not in protected and step not in busy
 
         try:
-            if step not in busy and remove(path, rename=rename) and step in going:
+            if remove(path, beginning=beginning, remains=step in leftover) and step in going:
                 removed.append(step)
+        except Superseded as error:
+            _logger.warning("nothing more is pruned: %s", error)
+            break
         except Exception as error:  # training goes on; the next prune tries again
             _logger.warning("%s was not removed, or not all of it: %s", path, error)
     return removed
@@ -206,61 +210,99 @@ def _stays(step: int, newer: Sequence[CheckpointInfo], retention: Retention) -> 
     return enough and step % retention.keep_every == 0
 
 
-def _rename(path: Path) -> bool:
-    (path / commit.metadata_name()).rename(path / REMOVED)
-    return True
-
-
-def remove(path: Path, *, rename: Callable[[], bool] | None = None) -> bool:
+def remove(
+    path: Path,
+    *,
+    beginning: Callable[[], AbstractContextManager[bool]] = lambda: nullcontext(True),
+    remains: bool = False,
+) -> bool:
     """Remove a checkpoint, or go on with a removal that was interrupted.
 
     Args:
-        rename: gives the metadata its other name, or returns False where it is to stay after all.
+        beginning: a block in which the metadata gets its other name; False says that it is to stay
+            after all.
+        remains: whether the directory has no metadata; it is left alone if it has.
 
     Returns:
         False where nothing was done because someone is reading it (``catalog.reading``), because
-        it is a link to a directory elsewhere, or because ``rename`` said so.
+        it is a link to a directory elsewhere, or because ``beginning`` or ``remains`` said so.
 
     Raises:
         OSError: something could not be removed; what is left is no valid checkpoint any more,
             unless it was the first step that failed.
     """
-    if path.is_symlink():
-        return False
-    if not _invalidate(path, rename or (lambda: _rename(path))):
-        return False
-    for name in os.listdir(path):
-        if name != REMOVED:
-            _unlink(path / name)
-    with suppress(FileNotFoundError):
-        os.unlink(path / REMOVED)
-    os.rmdir(path)
+    with ExitStack() as opened:
+        parent = opened.enter_context(_opened(path.parent))
+        try:
+            folder = opened.enter_context(_opened(path.name, within=parent))
+        except NotADirectoryError:  # a link
+            return False
+        with beginning() as may:
+            if not may or not _invalidate(folder, path, remains=remains):
+                return False
+            # What comes into the directory from here on is of a save that goes on.
+            names = os.listdir(folder)
+        for name in names:
+            if name != REMOVED:
+                _remove(name, folder)
+        with suppress(FileNotFoundError):
+            os.unlink(REMOVED, dir_fd=folder)
+        try:
+            os.rmdir(path.name, dir_fd=parent)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
     return True
 
 
-def _invalidate(path: Path, rename: Callable[[], bool]) -> bool:
-    metadata = path / commit.metadata_name()
+@contextmanager
+def _opened(path: str | Path, *, within: int | None = None) -> Iterator[int]:
+    """A descriptor of a directory; of one ``within`` another only if it is no link.
+
+    Raises:
+        NotADirectoryError: it is something else.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    if within is not None:
+        flags |= os.O_NOFOLLOW
+    descriptor = os.open(path, flags, dir_fd=within)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _invalidate(folder: int, path: Path, *, remains: bool) -> bool:
+    """Give the metadata its other name; False where it is to stay."""
+    name = commit.metadata_name()
     try:
         # NFS gives exclusive locks to those only who could write.
-        descriptor = os.open(metadata, os.O_RDWR)
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(name, flags, dir_fd=folder)
     except FileNotFoundError:
         return True
     try:
-        if not lock(descriptor, fcntl.LOCK_EX) or not rename():
-            return False
-        # Before any data goes: a power failure must not bring the metadata back without the data.
-        commit.sync_directory(path)
+        with trying(descriptor) as mine:
+            if remains or not mine:
+                return False
+            os.rename(name, REMOVED, src_dir_fd=folder, dst_dir_fd=folder)
+            # Before any data goes: a power failure must not bring the metadata back without it.
+            commit.sync_opened_directory(folder, path)
     finally:
         os.close(descriptor)
     return True
 
 
-def _unlink(path: Path) -> None:
+def _remove(name: str, folder: int) -> None:
+    """Remove a file, a link, or a directory with all that is in it."""
     try:
-        os.unlink(path)
+        os.unlink(name, dir_fd=folder)
     except FileNotFoundError:
         pass
     except OSError as error:
         if error.errno not in (errno.EISDIR, errno.EPERM):
             raise
-        shutil.rmtree(path)
+        with _opened(name, within=folder) as inner:
+            for entry in os.listdir(inner):
+                _remove(entry, inner)
+        os.rmdir(name, dir_fd=folder)

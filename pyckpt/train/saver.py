@@ -20,6 +20,7 @@ from pyckpt.errors import PyckptError, SaveError
 from pyckpt.locks import fork_safe_lock
 from pyckpt.train.app_state import AppState
 from pyckpt.train.catalog import NOTE_KEY, Catalog, note
+from pyckpt.train.fence import Fence
 from pyckpt.train.handle import ReportingWriter, SaveHandle
 from pyckpt.train.ranks import Ranks
 
@@ -36,6 +37,7 @@ class Saver:
     Args:
         catalog: where they go.
         ranks: who saves together.
+        fence: which job may save there.
         engine: the memory and threads to use; by default those that everyone shares.
         on_commit: called with each save that was committed, by the thread that committed it.
 
@@ -51,12 +53,14 @@ class Saver:
         self,
         catalog: Catalog,
         ranks: Ranks,
+        fence: Fence,
         engine: Engine | None,
         *,
         on_commit: Callable[[SaveHandle], None],
     ) -> None:
         self._catalog = catalog
         self._ranks = ranks
+        self._fence = fence
         self._engine = engine
         self._on_commit = on_commit
         # Kept from save to save, for what they remember of the state.
@@ -173,6 +177,7 @@ class Saver:
         """
         handle.writer = writer = ReportingWriter(
             handle.path,
+            fence=self._fence,
             failure=failure,
             on_written=lambda: self._written(handle),
             stager=self._stager,

@@ -245,6 +245,27 @@ TEST_F(FileTest, InterruptedAndShortWritesGoOn) {
   EXPECT_GE(calls, 13);
 }
 
+TEST_F(FileTest, WritesAreTriedAgainForAWhile) {
+  int calls = 0;
+  int refusals = 3;
+  Hooks hooks;
+  hooks.pwrite = [&](int descriptor, const void* data, size_t size, off_t offset) -> ssize_t {
+    if (calls++ < refusals) return refuse(EAGAIN);
+    return real_pwrite(descriptor, data, size, offset);
+  };
+  const HookedKernel hooked(hooks);
+  File file = create(Direct::kOff);
+  file.write("abc", 3, 0);
+  EXPECT_EQ(read_file(path_), "abc");
+  EXPECT_EQ(calls, 4);
+
+  calls = 0;
+  refusals = 1000;
+  const IoError error = error_of([&] { file.write("abc", 3, 0); });
+  EXPECT_EQ(error.error_number(), EAGAIN);
+  EXPECT_LT(calls, 100);
+}
+
 // What a short direct write leaves must still begin on the disk's grid.
 TEST_F(DirectFileTest, ShortDirectWritesStayOnTheGrid) {
   const std::string bytes = random_bytes(random_, 64 << 10);

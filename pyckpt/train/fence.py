@@ -1,0 +1,191 @@
+"""One job at a time saves into a directory; the one that began to save last.
+
+An old job may still run when its replacement does: one that hung, or that nobody ended. It must not
+commit over what the new one saves, nor prune it. So whoever begins to save takes the next
+*generation*, a file ``.pyckpt/generation-00000007`` that is made exclusively, and removes those
+before it. An older one is *superseded*: its saves fail, and it prunes no more.
+
+The generation is looked at right before each commit and each removal, under a lock of
+``.pyckpt/lock`` that lasts until that is done, so that nobody takes the next one in between. File
+systems without locks leave a window there, of the time of a rename. On network file systems that
+cache directories the look is still a true one: opening a file asks the server whether it is there.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pyckpt.errors import Superseded
+from pyckpt.format import commit
+from pyckpt.format.flock import trying
+from pyckpt.locks import fork_safe_lock
+
+__all__ = ["FOLDER", "Fence"]
+
+FOLDER = ".pyckpt"
+"""Where, below the directory of the checkpoints, the generations are."""
+
+_GENERATION = re.compile(r"generation-(\d{8,})")
+_POLL_SECONDS = 0.01
+_PATIENCE_SECONDS = 60.0
+
+
+class Fence:
+    """The right of a job to commit and prune in a directory.
+
+    For the rank that commits. Any thread may use it.
+
+    Args:
+        directory: of the checkpoints.
+        taken: called when this job has begun to save, before it writes anything.
+        patience: seconds to wait for a lock that another process holds.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        taken: Callable[[], None] = lambda: None,
+        patience: float = _PATIENCE_SECONDS,
+    ) -> None:
+        self._folder = directory / FOLDER
+        self._taken = taken
+        self._patience = patience
+        self._turn = fork_safe_lock()  # waits for threads of this process without polling
+        self._generation: int | None = None
+        self._token = ""
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Be the job that saves here while the block runs; the first time, become it.
+
+        Raises:
+            Superseded: another job has begun to save here since this one did.
+            TimeoutError: another process is in such a block, and does not come out.
+            OSError: the directory cannot be written to.
+        """
+        with self._turn, self._locked() as wiped:
+            if self._generation is None or wiped:
+                self._take()
+            else:
+                self._check()
+            yield
+
+    @contextmanager
+    def _locked(self) -> Iterator[bool]:
+        """Hold the lock; tells whether somebody had removed all that is ours."""
+        deadline = time.monotonic() + self._patience
+        path = self._folder / "lock"
+        wiped = False
+        while True:
+            wiped |= self._make_folder()
+            descriptor = self._open(path)
+            try:
+                with trying(descriptor) as mine:
+                    if mine and _is_still(path, descriptor):
+                        yield wiped
+                        return
+            finally:
+                os.close(descriptor)
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    errno.ETIMEDOUT,
+                    f"another process has held this lock for {self._patience:.0f} s; does a job "
+                    "that was replaced still hang? End it",
+                    str(path),
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _open(self, path: Path) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(path, flags, 0o666)
+
+    def _make_folder(self) -> bool:
+        try:
+            self._folder.mkdir()
+        except FileExistsError:
+            return False
+        except FileNotFoundError:
+            commit.make_directory(self._folder, sync=True)
+            return True
+        commit.sync_directory(self._folder.parent)
+        return True
+
+    def _take(self) -> None:
+        number = max(self._generations(), default=0)
+        while True:
+            number = max(number + 1, max(self._generations(), default=0))
+            try:
+                self._write(self._path(number))
+            except FileExistsError:
+                continue
+            # Where there are no locks, another may have taken a later one and removed this one's
+            # forerunners, one of which was made again just now.
+            if max(self._generations(), default=0) == number:
+                break
+            self._path(number).unlink(missing_ok=True)
+        for older in self._generations():
+            if older < number:
+                self._path(older).unlink(missing_ok=True)
+        commit.sync_directory(self._folder)
+        self._generation = number
+        self._taken()
+
+    def _write(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o666)
+        token = uuid.uuid4().hex
+        content = {"token": token, "host": socket.gethostname(), "pid": os.getpid()}
+        try:
+            os.write(descriptor, json.dumps(content).encode())
+        except OSError as error:
+            # On a full disk, what makes room comes after this. The name is what counts.
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            token = ""
+        finally:
+            os.close(descriptor)
+        self._token = token
+
+    def _check(self) -> None:
+        assert self._generation is not None
+        newest = max(self._generations(), default=0)
+        if newest <= self._generation and self._who(self._generation)["token"] == self._token:
+            return
+        who = self._who(max(newest, self._generation))
+        by = f"process {who['pid']} on {who['host']}" if who["token"] else "another job"
+        raise Superseded(
+            f"{self._folder.parent}: {by} has begun to save here since this job did, so this one "
+            "does not save or prune here any more. If it is the one that should, end the other and "
+            "start this one again"
+        )
+
+    def _who(self, number: int) -> dict[str, str]:
+        try:
+            content = json.loads(self._path(number).read_text())
+            return {key: str(content[key]) for key in ("token", "host", "pid")}
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            return dict.fromkeys(("token", "host", "pid"), "")
+
+    def _generations(self) -> list[int]:
+        matches = [_GENERATION.fullmatch(name) for name in os.listdir(self._folder)]
+        return [int(match[1]) for match in matches if match is not None]
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"generation-{number:08d}"
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
