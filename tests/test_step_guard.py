@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _forks import status_of_child
 from _ranks import run_ranks
@@ -20,6 +21,7 @@ from _staging import (
     overwrite,
     same,
     slowed,
+    status_of_child,
     wait_given_back,
     writer_to,
 )
@@ -28,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import pyckpt
-from pyckpt import guard
+from pyckpt import _C, guard
 from pyckpt.dcp.stager import Staging
 
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
@@ -380,6 +382,67 @@ def test_a_save_that_never_reached_the_writer_holds_no_step_back(tmp_path: Path)
         assert not stepping.is_alive()
         wait_given_back(writer)
         assert own.native.arena_used_bytes == 0
+
+
+def refuse(self: _C.Staging) -> None:
+    raise RuntimeError("no stream can be held")
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["on the way", "whole"])
+def test_a_guard_that_fails_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """The step runs unguarded, so that its values may be in the copies: nothing is committed, and
+    the checkpoint before stays. Neither does it count that all copies are there."""
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    give_gradients(model)
+    with engine(io_threads=1, max_pinned_bytes=256 << 20) as own:
+        stager = pyckpt.PinnedStager(engine=own, optimizers=[optimizer])
+        writer = Gated(tmp_path, stager=stager, engine=own)
+        writer.gate.set()
+        state = dict(model.state_dict())
+        dcp.async_save(state, storage_writer=writer).result()
+        before = frozen(state)
+        optimizer.step()
+        writer.gate.clear()
+        future = dcp.async_save(state, storage_writer=writer)
+        if whole:
+            writer.staged.result(60)
+        with monkeypatch.context() as patched:
+            patched.setattr(_C.Staging, "guard", refuse)
+            writer.wait_staged()
+            optimizer.step()
+        writer.gate.set()
+        with pytest.raises(BaseException, match="could not be made to wait"):
+            future.result()
+        check_saved(before, tmp_path)
+        assert len(list(tmp_path.glob("*.distcp"))) == 1
+        assert isinstance(stager.take_failure(), RuntimeError)
+        dcp.async_save(state, storage_writer=writer).result()
+        check_saved(state, tmp_path)
+
+
+def guard_fails_on_one_rank(path: Path) -> None:
+    state = {"weight": torch.nn.Parameter(torch.ones(1000))}  # which one rank writes
+    optimizer = torch.optim.SGD(state.values(), lr=0.1)
+    with engine() as own:
+        for failing in range(2):
+            stager = pyckpt.PinnedStager(engine=own, optimizers=[optimizer])
+            writer = Gated(path / str(failing), stager=stager, engine=own)
+            future = dcp.async_save(state, storage_writer=writer)
+            if dist.get_rank() == failing:
+                with pytest.MonkeyPatch.context() as patched:
+                    patched.setattr(_C.Staging, "guard", refuse)
+                    writer.wait_staged()
+            writer.gate.set()
+            with pytest.raises(BaseException, match="could not be made to wait"):
+                future.result()
+            assert not (path / str(failing) / ".metadata").exists()
+
+
+def test_a_guard_that_fails_on_one_rank_fails_the_save(tmp_path: Path) -> None:
+    run_ranks(2, guard_fails_on_one_rank, tmp_path)
 
 
 def test_other_hooks_run_as_ever(tmp_path: Path) -> None:
