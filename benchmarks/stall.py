@@ -21,6 +21,10 @@ small     5,000 tensors of 16 KiB, beside a loop that is bound by the speed at w
 large     64 tensors of 16 MiB beside the same loop: its rate while the save is written, blocked
           time apart, over its rate without; and the same of a process that does nothing but write
           as many bytes, since disks take some of the processor whoever writes.
+overlap   A save of 1 MiB of guarded CPU state, and at once what its step's guard does: for how long
+          that holds the thread, alone, and while a save before it, one tensor of 1 GiB, is being
+          written; and how long the copies take to be whole where no step asks for them. Nothing
+          else runs, so that what shows is the waiting.
 budget    A save of 2 GiB by an engine of 256 MiB (max_pinned_bytes), in a new process: by how much
           the peak of the resident memory grows. The optimizer steps right after the call.
 
@@ -32,8 +36,10 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +358,99 @@ def measure_large(report: Report, options: Options) -> None:
     )
 
 
+_GUARDED_FLOATS = 1 << 18
+ALONE = "nothing is written"
+OVERLAPPING = "a save before is written"
+
+
+def measure_overlap(report: Report, options: Options) -> None:
+    generator = torch.Generator().manual_seed(6)
+    # One tensor, as an embedding is, so that all of it is queued at once.
+    large = {"model": {"weight": torch.rand(scaled(64, options) * (4 << 20), generator=generator)}}
+    parameter = nn.Parameter(torch.rand(_GUARDED_FLOATS, generator=generator))
+    small = {"model": {"weight": parameter}}
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    with pyckpt.Engine(max_pinned_bytes=nbytes(large) + 256 * MIB) as engine:
+        before = Ours(engine=engine)
+        ours = Ours(engine=engine, optimizers=[optimizer])
+
+        def measure(*, under_way: bool) -> Sample:
+            other = before.start(large, options.directory / "before") if under_way else None
+            while other is not None and not other.done() and not _bytes_written(before):
+                time.sleep(1e-3)
+            start = time.perf_counter()
+            pending = ours.start(small, options.directory / "checkpoint")
+            called = time.perf_counter()
+            ours.stager.wait_staged()
+            held = time.perf_counter()
+            unasked = ours.start(small, options.directory / "unasked")
+            begun = time.perf_counter()
+            assert ours.writer is not None
+            ours.writer.staged.result()
+            staged = time.perf_counter()
+            overlapped = other is not None and not other.done()
+            for save in (pending, unasked, other):
+                if save is not None:
+                    save.wait()
+            return {
+                "guard_seconds": held - called,
+                "staged_seconds": staged - begun,
+                "call_seconds": called - start,
+                "overlapped": float(overlapped),
+            }
+
+        def check() -> None:
+            into = {"model": {"weight": torch.empty(_GUARDED_FLOATS)}}
+            ours.load(into, options.directory / "checkpoint")
+            if not torch.equal(into["model"]["weight"], parameter):
+                raise WrongBytes("overlap: not what it was at the call")
+
+        def clean() -> None:
+            for name in ("before", "checkpoint", "unasked"):
+                remove(options.directory / name)
+
+        variants = [
+            Variant(
+                name, run=partial(measure, under_way=name == OVERLAPPING), check=check, clean=clean
+            )
+            for name in (ALONE, OVERLAPPING)
+        ]
+        report.add(
+            "overlap",
+            interleave(
+                variants,
+                options.rounds,
+                before=os.sync,
+                console=report.console,
+                title=f"1 MiB of guarded state, and {nbytes(large) / MIB:,.0f} MiB being written",
+            ),
+        )
+        before.close()
+        ours.close()
+    report.table(
+        "Held by the guard of a step right after its save",
+        "overlap",
+        {
+            "guard_seconds": ("held ms", lambda seconds: seconds * 1e3),
+            "staged_seconds": ("staged ms", lambda seconds: seconds * 1e3),
+            "call_seconds": ("call ms", lambda seconds: seconds * 1e3),
+            "overlapped": ("write went on %", lambda share: share * 100),
+        },
+    )
+    held = report.median("overlap", OVERLAPPING, "guard_seconds")
+    report.target(
+        f"overlap: held by the guard while {OVERLAPPING}",
+        None if held is None else held * 1e3,
+        at_most=5,
+        unit="ms",
+    )
+
+
+def _bytes_written(saver: Ours) -> int:
+    statistics = None if saver.writer is None else saver.writer.statistics
+    return 0 if statistics is None else statistics.bytes_written
+
+
 # --- memory -----------------------------------------------------------------------------------
 
 _BUDGET = 256 * MIB
@@ -419,6 +518,7 @@ SECTIONS: dict[str, Callable[[Report, Options], None]] = {
     "guarded": measure_guarded,
     "small": measure_small,
     "large": measure_large,
+    "overlap": measure_overlap,
     "budget": measure_budget,
 }
 

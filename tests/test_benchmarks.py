@@ -18,7 +18,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
     [
         ("save", ["large", "checksum"]),
         ("load", ["large", "verify"]),
-        ("stall", ["large"]),
+        ("stall", ["large", "overlap"]),
         ("checkpointer", []),  # all
     ],
 )

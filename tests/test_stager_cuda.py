@@ -206,6 +206,50 @@ def test_freed_tensors_are_not_used_again_too_soon(
     assert len(junk) == 16
 
 
+def test_storages_that_are_resized_before_they_are_copied(
+    tmp_path: Path, gpu_engine: pyckpt.Engine
+) -> None:
+    """As FSDP does between a save and the step. The allocator hands the memory out again at once,
+    but for what we told it."""
+    parameters = [torch.nn.Parameter(torch.rand(8 * MIB, device="cuda")) for _ in range(16)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    stager = pyckpt.PinnedStager(engine=gpu_engine, optimizers=[optimizer])
+    state = {f"{i}": parameter for i, parameter in enumerate(parameters)}
+    expected = on_host(state)
+    writer = writer_to(tmp_path, stager=stager, engine=gpu_engine)
+    future = dcp.async_save(state, storage_writer=writer)
+    for parameter in parameters:
+        storage = parameter.untyped_storage()
+        size = storage.nbytes()
+        storage.resize_(0)
+        storage.resize_(size)
+        parameter.data.fill_(float("nan"))
+    future.result()
+    check_saved(expected, tmp_path)
+
+
+def test_memory_that_a_save_used_outlives_its_engine(tmp_path: Path) -> None:
+    """Torch asks the streams that used it when it is freed."""
+    parameters = [torch.nn.Parameter(torch.rand(MIB, device="cuda")) for _ in range(4)]
+    columns = torch.nn.Parameter(torch.rand(500, 500, device="cuda")[:, ::3])
+    optimizer = torch.optim.SGD([*parameters, columns], lr=0.1)
+    state = {f"{i}": parameter for i, parameter in enumerate([*parameters, columns])}
+    expected = on_host(state)
+    with pyckpt.Engine(max_pinned_bytes=64 * MIB) as own:
+        stager = pyckpt.PinnedStager(engine=own, optimizers=[optimizer])
+        dcp.async_save(
+            state, storage_writer=writer_to(tmp_path, stager=stager, engine=own)
+        ).result()
+    del own, stager
+    state.clear()
+    parameters.clear()
+    optimizer.param_groups.clear()
+    del columns
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    check_saved(expected, tmp_path)
+
+
 def test_beyond_the_budget(tmp_path: Path) -> None:
     state = some_state()
     with pyckpt.Engine(max_pinned_bytes=20 * MIB) as own:
