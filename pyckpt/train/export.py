@@ -42,6 +42,7 @@ from pyckpt.engine import Engine
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
+from pyckpt.format.paths import recorded_path
 from pyckpt.train.archive import torch_layout
 from pyckpt.train.catalog import reading
 from pyckpt.train.pieces import PIECE_BYTES, Stored, read_pieces, stored, verify
@@ -179,11 +180,10 @@ class _Source:
 
     def tensors(self, key: str, dtype: torch.dtype | None) -> list[_Tensor]:
         """The tensors under a top-level key, in the order of their names."""
-        paths: Mapping[str, Any] = self.metadata.planner_data or {}
         found = []
         tops = set()
         for fqn, meta in self.metadata.state_dict_metadata.items():
-            parts = [str(part) for part in paths.get(fqn) or fqn.split(".")]
+            parts = [str(part) for part in recorded_path(self.metadata, fqn) or fqn.split(".")]
             tops.add(parts[0])
             if parts[0] == key and isinstance(meta, TensorStorageMetadata):
                 saved = meta.properties.dtype
