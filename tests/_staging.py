@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import pickle
-import signal
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
@@ -52,22 +49,6 @@ def slowed(own: pyckpt.Engine) -> Iterator[None]:
         yield
     finally:
         staging.release()
-
-
-def status_of_child(body: Callable[[], object]) -> int:
-    """How a forked child ended that called ``body``: 0 is well."""
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.alarm(30)  # ends the child, should it wait
-            torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
-            body()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    return os.waitpid(child, 0)[1]
 
 
 def bits(tensor: torch.Tensor) -> bytes:

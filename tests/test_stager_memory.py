@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from _staging import check_saved, engine, frozen, outcome, slowed, status_of_child, writer_to
+from _forks import status_of_child
+from _staging import check_saved, engine, frozen, outcome, slowed, writer_to
 
 import pyckpt
 

@@ -21,7 +21,6 @@ from _staging import (
     overwrite,
     same,
     slowed,
-    status_of_child,
     wait_given_back,
     writer_to,
 )
