@@ -53,6 +53,13 @@ class Engine {
   // CUDA.
   std::shared_ptr<Device> cuda_device(int index);
 
+  bool uses_devices() const;
+
+  // Makes now what the first staging of so many bytes of these CUDA devices would make: memory in
+  // the arena, whose pages are there and registered, and all that the devices need. Throws IoError,
+  // and what `cuda_device` throws.
+  void prewarm(size_t bytes, Arena::Kind kind, const std::vector<int>& devices);
+
   // Fails the jobs that run, with EngineClosed, and joins the threads. Idempotent.
   void close();
   bool closed() const;
