@@ -21,7 +21,7 @@ namespace pyckpt {
 
 struct EngineOptions {
   size_t slot_bytes = 2 << 20;  // a multiple of 4096
-  size_t slots = 8;
+  size_t slots = 12;  // more than threads, so that these read on while slots are copied to devices
   size_t io_threads = 8;
   size_t arena_bytes = 0;  // of staged copies, at most
 };

@@ -195,7 +195,7 @@ TEST_F(StageCudaTest, SourcesStayWhileADeviceReadsThem) {
   cuda_.hold(copies);
   const auto owner = std::make_shared<int>(0);
   StageJob::Options options;
-  options.pin = true;
+  options.pin_device = 0;
   options.programs = {{device, program}};
   options.sources = owner;
   const auto job =
