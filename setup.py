@@ -43,13 +43,21 @@ def flags() -> tuple[list[str], list[str]]:
     return compile_flags, link_flags
 
 
+def name_architectures() -> None:
+    """Torch compiles for the GPUs that it sees, and where it sees none fails, or compiles for none.
+    Then: for those of data centres since Turing, and, as PTX, for all that come after."""
+    if not os.environ.get("TORCH_CUDA_ARCH_LIST") and torch.cuda.device_count() == 0:
+        os.environ["TORCH_CUDA_ARCH_LIST"] = "7.5;8.0;8.6;8.9;9.0+PTX"
+
+
 cuda = with_cuda()
 compile_flags, link_flags = flags()
 sources = sorted(str(path.relative_to(HERE)) for path in (HERE / "csrc").glob("*.cpp"))
 if cuda:
-    sources.append("csrc/pack.cu")
+    name_architectures()
+    sources += sorted(str(path.relative_to(HERE)) for path in (HERE / "csrc").glob("*.cu"))
 else:
-    sources.remove("csrc/device_cuda.cpp")
+    sources = [source for source in sources if not source.endswith("_cuda.cpp")]
 
 # What importing compares with the torch it finds, before it loads the extension.
 (HERE / "pyckpt" / "_build.py").write_text(

@@ -1,8 +1,10 @@
 #include "arena.h"
 
 #include <algorithm>
+#include <exception>
 #include <iterator>
 #include <utility>
+#include <vector>
 
 namespace pyckpt {
 namespace {
@@ -20,47 +22,52 @@ void Region::give_back() noexcept { arena_->give_back(this); }
 
 size_t Arena::region_size(size_t at_least) { return round_up(at_least, kGrain); }
 
-std::shared_ptr<Region> Arena::allocate(size_t size, Kind kind, bool pin) {
+std::shared_ptr<Region> Arena::allocate(size_t size, Kind kind, int pin_device) {
   size = region_size(std::max<size_t>(size, 1));
-  std::lock_guard lock(mutex_);
-  const auto region = [&](Segment& segment, std::byte* data) {
-    used_bytes_ += size;
-    return std::shared_ptr<Region>(new Region(shared_from_this(), segment.buffer, data, size));
-  };
-  for (Segment& segment : segments_) {
-    if (segment.kind != kind) continue;
-    std::byte* const data = take(&segment, size);
-    if (data == nullptr) continue;
-    try {
-      if (pin) segment.buffer->pin();
-    } catch (...) {
-      put_back(&segment, static_cast<size_t>(data - segment.buffer->data()), size);
-      throw;
+  std::shared_ptr<Region> region;
+  {
+    std::unique_lock lock(mutex_);
+    region = take_free(size, kind);
+    while (!region && growing_) {
+      grown_.wait(lock);
+      region = take_free(size, kind);
     }
-    return region(segment, data);
+    if (!region) {
+      if (add_segment(&lock, size, kind, pin_device) == nullptr) return nullptr;
+      region = take_free(size, kind);
+    }
   }
-  Segment* const grown = add_segment(size, kind, pin);
-  if (grown == nullptr) return nullptr;
-  return region(*grown, take(grown, size));
+  if (pin_device != kNoDevice) region->segment_->pin(pin_device);
+  return region;
 }
 
-void Arena::reserve(size_t bytes, Kind kind, bool pin, bool touch) {
-  std::lock_guard lock(mutex_);
-  size_t free = 0;
-  for (const Segment& segment : segments_) {
-    if (segment.kind != kind) continue;
-    for (const auto& [offset, size] : segment.free) free += size;
+void Arena::reserve(size_t bytes, Kind kind, int pin_device, bool populate) {
+  struct Part {
+    std::shared_ptr<PinnedBuffer> buffer;
+    std::map<size_t, size_t> free;
+  };
+  std::vector<Part> parts;
+  {
+    std::unique_lock lock(mutex_);
+    grown_.wait(lock, [this] { return !growing_; });
+    size_t free = 0;
+    for (const Segment& segment : segments_) {
+      if (segment.kind != kind) continue;
+      for (const auto& [offset, size] : segment.free) free += size;
+    }
+    if (free < bytes) {
+      const size_t room = (max_bytes_ - held_bytes_) / kSegmentGrain * kSegmentGrain;
+      const size_t wanted = std::min(round_up(bytes - free, kSegmentGrain), room);
+      if (wanted > 0) add_segment(&lock, wanted, kind, pin_device);
+    }
+    for (const Segment& segment : segments_) {
+      if (segment.kind == kind) parts.push_back({segment.buffer, segment.free});
+    }
   }
-  if (free < bytes) {
-    const size_t room = (max_bytes_ - held_bytes_) / kSegmentGrain * kSegmentGrain;
-    const size_t wanted = std::min(round_up(bytes - free, kSegmentGrain), room);
-    if (wanted > 0) add_segment(wanted, kind, pin);
-  }
-  for (Segment& segment : segments_) {
-    if (segment.kind != kind) continue;
-    if (pin) segment.buffer->pin();
-    if (!touch) continue;
-    for (const auto& [offset, size] : segment.free) segment.buffer->touch(offset, size);
+  for (const Part& part : parts) {
+    if (pin_device != kNoDevice) part.buffer->pin(pin_device);
+    if (!populate) continue;
+    for (const auto& [offset, size] : part.free) part.buffer->populate(offset, size);
   }
 }
 
@@ -103,13 +110,44 @@ void Arena::put_back(Segment* segment, size_t offset, size_t size) {
   free.emplace(offset, size);
 }
 
-Arena::Segment* Arena::add_segment(size_t at_least, Kind kind, bool pin) {
+// With mutex_ held.
+std::shared_ptr<Region> Arena::take_free(size_t size, Kind kind) {
+  for (Segment& segment : segments_) {
+    if (segment.kind != kind) continue;
+    std::byte* const data = take(&segment, size);
+    if (data == nullptr) continue;
+    used_bytes_ += size;
+    return std::shared_ptr<Region>(new Region(shared_from_this(), segment.buffer, data, size));
+  }
+  return nullptr;
+}
+
+// With mutex_ held, but for the time that it takes to make the memory. Then no other segment is
+// made: whoever needs one looks first whether this one will do.
+Arena::Segment* Arena::add_segment(std::unique_lock<std::mutex>* lock, size_t at_least, Kind kind,
+                                   int pin_device) {
   const size_t size = round_up(at_least, kSegmentGrain);
   if (size > max_bytes_ - held_bytes_) return nullptr;
-  auto buffer = std::make_shared<PinnedBuffer>(size, kind == Kind::kShared);
-  if (pin) buffer->pin();
-  segments_.push_back({kind, std::move(buffer), {{0, size}}});
+  growing_ = true;
   held_bytes_ += size;
+  lock->unlock();
+  std::list<Segment> made;
+  std::exception_ptr error;
+  try {
+    auto buffer = std::make_shared<PinnedBuffer>(size, kind == Kind::kShared);
+    if (pin_device != kNoDevice) buffer->pin(pin_device);
+    made.push_back({kind, std::move(buffer), {{0, size}}});
+  } catch (...) {
+    error = std::current_exception();
+  }
+  lock->lock();
+  growing_ = false;
+  grown_.notify_all();
+  if (error) {
+    held_bytes_ -= size;
+    std::rethrow_exception(error);
+  }
+  segments_.splice(segments_.end(), made);
   return &segments_.back();
 }
 

@@ -1,6 +1,7 @@
 // Host memory for copies that outlive the call that made them.
 #pragma once
 
+#include <condition_variable>
 #include <cstddef>
 #include <list>
 #include <map>
@@ -33,6 +34,10 @@ class Region {
   // Makes the memory free for others, although this still points to it. Idempotent.
   void give_back() noexcept;
 
+  // Whether all of the arena's memory goes when this does, which takes long; as far as one can know
+  // while others may go at the same time.
+  bool is_last_of_arena() const { return arena_.use_count() == 1; }
+
  private:
   friend class Arena;
   Region(std::shared_ptr<Arena> arena, std::shared_ptr<PinnedBuffer> segment, std::byte* data,
@@ -47,7 +52,8 @@ class Region {
 };
 
 // Page-aligned memory in segments that are allocated, and registered with CUDA, once, and used by
-// one save after the other. Grows to its budget and never shrinks. Safe to call from any thread.
+// one save after the other. Grows to its budget and never shrinks. Safe to call from any thread;
+// only `allocate` and `reserve` take long, and do not hold the others up meanwhile.
 //
 // First fit over free ranges that merge with their neighbours: states keep their shapes, so that a
 // save mostly finds the very ranges that the one before it gave back.
@@ -60,16 +66,16 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // The bytes that a region of at least so many takes.
   static size_t region_size(size_t at_least);
 
-  // A region, or none where the budget is used up. Throws IoError where the system has no memory,
-  // CudaError where it cannot be registered.
-  std::shared_ptr<Region> allocate(size_t size, Kind kind, bool pin);
+  // A region, or none where the budget is used up. With a device, registered with CUDA. Throws
+  // IoError where the system has no memory, CudaError where it cannot be registered.
+  std::shared_ptr<Region> allocate(size_t size, Kind kind, int pin_device = kNoDevice);
 
   // Makes sure that, as far as the budget goes, so many bytes are free, in as large pieces as can
-  // be. With `touch` their pages are there, too.
-  void reserve(size_t bytes, Kind kind, bool pin, bool touch);
+  // be. With `populate` their pages are there, too.
+  void reserve(size_t bytes, Kind kind, int pin_device, bool populate);
 
   size_t max_bytes() const { return max_bytes_; }
-  size_t held_bytes() const;  // of all segments
+  size_t held_bytes() const;  // of all segments, and of one that is being made
   size_t used_bytes() const;  // of all regions not given back
 
  private:
@@ -82,13 +88,17 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   static std::byte* take(Segment* segment, size_t size);
   static void put_back(Segment* segment, size_t offset, size_t size);
-  Segment* add_segment(size_t at_least, Kind kind, bool pin);  // with mutex_ held
+  std::shared_ptr<Region> take_free(size_t size, Kind kind);
+  Segment* add_segment(std::unique_lock<std::mutex>* lock, size_t at_least, Kind kind,
+                       int pin_device);
   void give_back(Region* region) noexcept;
 
   const size_t max_bytes_;
 
   mutable std::mutex mutex_;
+  std::condition_variable grown_;
   // Guarded by mutex_.
+  bool growing_ = false;  // some thread makes a segment
   std::list<Segment> segments_;
   size_t held_bytes_ = 0;
   size_t used_bytes_ = 0;

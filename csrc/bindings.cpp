@@ -106,13 +106,28 @@ void translate_exception(std::exception_ptr pointer) {
   }
 }
 
+// Joins threads, and takes memory from CUDA and gives it back to the system.
+void delete_engine(Engine* engine) {
+  without_gil([engine] {
+    const CurrentDevice current_device(engine->uses_devices());
+    delete engine;
+  });
+}
+
+void prewarm(Engine& engine, size_t bytes, bool shared, const std::vector<int>& devices) {
+  const auto kind = shared ? Arena::Kind::kShared : Arena::Kind::kPrivate;
+  const CurrentDevice current_device(!devices.empty());
+  py::gil_scoped_release release;
+  engine.prewarm(bytes, kind, devices);
+}
+
 }  // namespace
 
 void register_engine(py::module_& module) {
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
       .def(py::init([](size_t slot_bytes, size_t slots, size_t io_threads, size_t arena_bytes) {
-             return std::make_shared<Engine>(
-                 EngineOptions{slot_bytes, slots, io_threads, arena_bytes});
+             return std::shared_ptr<Engine>(
+                 new Engine({slot_bytes, slots, io_threads, arena_bytes}), &delete_engine);
            }),
            py::kw_only(), py::arg("slot_bytes"), py::arg("slots"), py::arg("io_threads"),
            py::arg("arena_bytes"))
@@ -124,14 +139,8 @@ void register_engine(py::module_& module) {
                              [](Engine& engine) { return engine.arena().held_bytes(); })
       .def_property_readonly("arena_used_bytes",
                              [](Engine& engine) { return engine.arena().used_bytes(); })
-      .def(
-          "reserve",
-          [](Engine& engine, size_t bytes, bool shared, bool pin) {
-            const auto kind = shared ? Arena::Kind::kShared : Arena::Kind::kPrivate;
-            engine.arena().reserve(bytes, kind, pin, /*touch=*/true);
-          },
-          py::arg("bytes"), py::kw_only(), py::arg("shared"), py::arg("pin"),
-          py::call_guard<py::gil_scoped_release>());
+      .def("prewarm", &prewarm, py::arg("bytes"), py::kw_only(), py::arg("shared"),
+           py::arg("devices"));
 }
 
 void register_envelope(py::module_& module) {

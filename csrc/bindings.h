@@ -6,6 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #ifdef PYCKPT_CUDA
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #endif
 
@@ -48,6 +49,18 @@ class ContiguousBuffer {
   std::unique_ptr<Py_buffer> view_;
 };
 
+// Runs what may take long without the GIL, wherever it comes to be run: destructors may be the last
+// of several, on any thread.
+template <typename Function>
+void without_gil(Function function) {
+  if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
+    function();
+    return;
+  }
+  py::gil_scoped_release release;
+  function();
+}
+
 // Whether the tensor is memory and nothing more: its bytes, as they lie, are its values. Throws
 // std::invalid_argument where the memory is not there.
 bool is_plain(const at::Tensor& tensor);
@@ -59,6 +72,15 @@ class CurrentDevice {
   explicit CurrentDevice([[maybe_unused]] bool has_devices) {
 #ifdef PYCKPT_CUDA
     if (has_devices) guard_.set_index(c10::cuda::current_device());
+#endif
+  }
+
+  // Whether the machine has devices at all.
+  static bool is_any() {
+#ifdef PYCKPT_CUDA
+    return c10::cuda::device_count() > 0;
+#else
+    return false;
 #endif
   }
 
@@ -79,7 +101,7 @@ class Programs {
   std::shared_ptr<Device> add(Engine& engine, const at::Tensor& tensor);
 
   // What the streams were given so far, copies made from now on see. Once a stream, however many
-  // tensors there are.
+  // tensors there are. Without the GIL where a device is used for the first time.
   void follow();
 
   const std::vector<Program>& all() const { return all_; }

@@ -68,7 +68,10 @@ void Programs::follow() {
   if (followed_ == all_.size()) return;
   const CurrentDevice current_device(true);
   for (; followed_ < all_.size(); ++followed_) {
-    all_[followed_].first->follow(all_[followed_].second);
+    const auto& [device, stream] = all_[followed_];
+    std::optional<py::gil_scoped_release> release;
+    if (!device->is_ready()) release.emplace();
+    device->follow(stream);
   }
 }
 
@@ -262,6 +265,7 @@ class PyReadJob {
     const std::vector<at::Tensor> tensors = std::move(tensors_);
     const std::vector<ContiguousBuffer> buffers = std::move(buffers_);
     programs_.follow();
+    const CurrentDevice current_device(!programs_.all().empty());
     py::gil_scoped_release release;
     return job_->run();
   }

@@ -59,7 +59,19 @@ class StorageSet {
   std::unordered_set<const c10::StorageImpl*> storages_;
 };
 
-void delete_staged(void* context) { delete static_cast<std::shared_ptr<Staged>*>(context); }
+void delete_staged(void* context) {
+  auto* const staged = static_cast<std::shared_ptr<Staged>*>(context);
+  const std::shared_ptr<Region>& region = (*staged)->region();
+  // Handing the GIL over and back would take longer than most of these.
+  if (region && staged->use_count() == 1 && region->is_last_of_arena()) {
+    without_gil([staged] {
+      const CurrentDevice current_device(CurrentDevice::is_any());
+      delete staged;
+    });
+  } else {
+    delete staged;
+  }
+}
 
 // A tensor whose memory is the copy. Tensors that cover their memory keep their strides.
 at::Tensor make_staged_tensor(const std::shared_ptr<Staged>& staged, const at::Tensor& like,
@@ -128,7 +140,7 @@ class PyStaging {
     programs.follow();
     programs_ = programs.all();
     options.programs = programs_;
-    options.pin = !programs_.empty();
+    if (!programs_.empty()) options.pin_device = programs_.front().first->index();
     options.sources = kept;
     sources_ = kept;
     {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cctype>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -11,13 +12,19 @@
 
 #include "device.h"
 #include "error.h"
+#include "numa.h"
 #include "pack.h"
 
 namespace pyckpt {
 namespace {
 
-// Above that a copy of its own costs less than what it keeps the kernel's blocks busy.
-constexpr size_t kPackMax = 256 << 10;
+// Between two copies a copy engine rests for one or two microseconds. Of the 40 that it takes for
+// 2 MiB over a bus of 50 GB/s that is little, of the 5 for 256 KiB a third. What is larger than
+// this is left to it, since the kernel takes multiprocessors, if few, from the program.
+constexpr size_t kPackMax = 2 << 20;
+
+// Points in queues that are made before they are needed: of a save that copies 1 GiB.
+constexpr size_t kEventsAtFirst = 64;
 
 void check(cudaError_t status, const char* call) {
   if (status == cudaSuccess) return;
@@ -31,14 +38,51 @@ void ignore(cudaError_t status) {
   if (status != cudaSuccess) cudaGetLastError();
 }
 
+// What each use of CUDA begins with. The device is made the thread's current one: a thread that has
+// none would make a context on device 0. And while this lives, the thread may make calls that CUDA
+// else refuses while any thread captures a graph in the global mode, torch's default: waiting for
+// an event, registering memory, loading a kernel. Refused, each of them also ends that capture with
+// an error. They are safe: nothing that we do is to become part of a graph, nor waits for one.
+class Entry {
+ public:
+  explicit Entry(int index) {
+    check(cudaSetDevice(index), "cudaSetDevice");
+    check(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode");
+  }
+  Entry(const Entry&) = delete;
+  Entry& operator=(const Entry&) = delete;
+  ~Entry() { ignore(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // the thread's own meanwhile
+};
+
+// For destructors, which give things back as well as they can.
+template <typename Function>
+void enter_or_ignore(int index, Function function) noexcept {
+  try {
+    const Entry entry(index);
+    function();
+  } catch (const CudaError&) {
+    // The device is lost. What other devices use is to be given back nonetheless.
+    function();
+  }
+}
+
 // The events of one device, used again and again: making one takes a lock of the driver.
 class EventPool {
  public:
+  explicit EventPool(int index) : index_(index) {}
+  EventPool(const EventPool&) = delete;
+  EventPool& operator=(const EventPool&) = delete;
   ~EventPool() {
-    for (cudaEvent_t event : free_) ignore(cudaEventDestroy(event));
+    if (free_.empty()) return;
+    enter_or_ignore(index_, [this] {
+      for (cudaEvent_t event : free_) ignore(cudaEventDestroy(event));
+    });
   }
 
-  // The device must be the thread's current one.
+  // Within an Entry.
   cudaEvent_t take() {
     {
       std::lock_guard lock(mutex_);
@@ -48,11 +92,7 @@ class EventPool {
         return event;
       }
     }
-    cudaEvent_t event;
-    // Whoever waits sleeps, and leaves the processor to the program.
-    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync),
-          "cudaEventCreateWithFlags");
-    return event;
+    return make();
   }
 
   void give_back(cudaEvent_t event) noexcept {
@@ -60,7 +100,23 @@ class EventPool {
     free_.push_back(event);
   }
 
+  // Makes sure that so many are free. As `take`, within an Entry.
+  void fill(size_t count) {
+    std::lock_guard lock(mutex_);
+    free_.reserve(count);
+    while (free_.size() < count) free_.push_back(make());
+  }
+
  private:
+  static cudaEvent_t make() {
+    cudaEvent_t event;
+    // Whoever waits sleeps, and leaves the processor to the program.
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync),
+          "cudaEventCreateWithFlags");
+    return event;
+  }
+
+  const int index_;
   std::mutex mutex_;
   std::vector<cudaEvent_t> free_;  // guarded by mutex_
 };
@@ -89,8 +145,7 @@ class CudaTicket : public Ticket {
   }
 
   void wait() override {
-    // Without a current device, waiting would make a context on device 0.
-    check(cudaSetDevice(index_), "cudaSetDevice");
+    const Entry entry(index_);
     check(cudaEventSynchronize(event_.get()), "cudaEventSynchronize");
   }
 
@@ -104,33 +159,52 @@ class CudaTicket : public Ticket {
 class CudaDevice : public Device {
  public:
   CudaDevice(int index, std::function<void()> prepare)
-      : index_(index), prepare_(std::move(prepare)) {}
+      : index_(index), prepare_(std::move(prepare)), events_(std::make_shared<EventPool>(index)) {}
   CudaDevice(const CudaDevice&) = delete;
   CudaDevice& operator=(const CudaDevice&) = delete;
   ~CudaDevice() override {
-    if (to_host_ != nullptr) ignore(cudaStreamDestroy(to_host_));
-    if (from_host_ != nullptr) ignore(cudaStreamDestroy(from_host_));
+    if (to_host_ == nullptr) return;
+    enter_or_ignore(index_, [this] {
+      for (const cudaStream_t stream : {to_host_, from_host_}) {
+        if (stream != nullptr) ignore(cudaStreamDestroy(stream));
+      }
+    });
   }
 
   int index() const override { return index_; }
 
+  bool is_ready() const override { return prepared_.load(std::memory_order_acquire); }
+
+  void prepare() override {
+    const Entry entry(index_);
+    make_queues();
+    events_->fill(kEventsAtFirst);
+    if (!packs_) return;
+    check(load_pack(kPackTransfersSmall), "loading the kernel that packs small copies");
+    // Where it cannot be had, a launch finds that out and does with the small one.
+    ignore(load_pack(kPackTransfers));
+  }
+
   std::shared_ptr<Ticket> copy_to_host(const std::vector<Transfer>& transfers) override {
-    enter();
+    const Entry entry(index_);
+    make_queues();
     return copy(transfers, cudaMemcpyDeviceToHost, to_host_);
   }
 
   std::shared_ptr<Ticket> copy_from_host(const std::vector<Transfer>& transfers) override {
-    enter();
+    const Entry entry(index_);
+    make_queues();
     return copy(transfers, cudaMemcpyHostToDevice, from_host_);
   }
 
   void follow(Stream stream) override {
-    enter();
+    const Entry entry(index_);
+    make_queues();
     const auto program = static_cast<cudaStream_t>(stream);
-    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(program, &capture), "cudaStreamIsCapturing");
-    if (capture != cudaStreamCaptureStatusNone) {
-      throw CudaError("the current stream is capturing a graph, which cannot copy state");
+    if (is_capturing(program)) {
+      throw CudaError(
+          "the current stream is capturing a CUDA graph, so that the state is not there to be "
+          "copied: save or load before the capture, or after it");
     }
     const PooledEvent event(events_);
     check(cudaEventRecord(event.get(), program), "cudaEventRecord");
@@ -139,22 +213,30 @@ class CudaDevice : public Device {
   }
 
   void hold(Stream stream, const Ticket& ticket) override {
-    enter();
+    const Entry entry(index_);
+    const auto program = static_cast<cudaStream_t>(stream);
+    // A graph cannot wait for what is outside of it: CUDA would end the capture with an error.
+    if (is_capturing(program)) return;
     const auto& copies = static_cast<const CudaTicket&>(ticket);
-    check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), copies.event(), 0),
-          "cudaStreamWaitEvent");
+    check(cudaStreamWaitEvent(program, copies.event(), 0), "cudaStreamWaitEvent");
   }
 
   Stream to_host() override {
-    enter();
+    const Entry entry(index_);
+    make_queues();
     return to_host_;
   }
 
  private:
-  // The thread's current device is set and left so: setting back device 0 would make a context
-  // there, in each process of a node.
-  void enter() {
-    check(cudaSetDevice(index_), "cudaSetDevice");
+  static bool is_capturing(cudaStream_t stream) {
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
+    return capture != cudaStreamCaptureStatusNone;
+  }
+
+  // Within an Entry, whose device stays the thread's current one: setting back device 0 would make
+  // a context there, in each process of a node.
+  void make_queues() {
     if (prepared_.load(std::memory_order_acquire)) return;
     // Not std::call_once: where its function throws, as this may, other threads hang with some
     // C libraries and sanitizers.
@@ -195,24 +277,57 @@ class CudaDevice : public Device {
     const bool packs = packs_ && kind == cudaMemcpyDeviceToHost && transfers.size() > 1;
     std::vector<Transfer> small;
     for (const Transfer& transfer : transfers) {
-      if (packs && transfer.size <= kPackMax) {
+      if (transfer.size == 0) continue;
+      if (packs && transfer.size <= kPackChunk) {
+        // May straddle two registrations: what the kernel writes at a time does not.
         small.push_back(transfer);
+      } else if (packs && transfer.size <= kPackMax) {
+        cut(transfer, transfer.to, kPackChunk, &small);
       } else {
-        check(cudaMemcpyAsync(transfer.to, transfer.from, transfer.size, kind, stream),
-              "cudaMemcpyAsync");
+        std::vector<Transfer> pieces;
+        const std::byte* const host = kind == cudaMemcpyDeviceToHost ? transfer.to : transfer.from;
+        cut(transfer, host, kRegistrationPiece, &pieces);
+        for (const Transfer& piece : pieces) {
+          check(cudaMemcpyAsync(piece.to, piece.from, piece.size, kind, stream), "cudaMemcpyAsync");
+        }
       }
     }
-    for (size_t i = 0; i < small.size(); i += kPackTransfers) {
-      check(launch_pack(small.data() + i, std::min(kPackTransfers, small.size() - i), stream),
-            "the kernel that packs small copies");
+    for (size_t i = 0; i < small.size();) {
+      const size_t count = std::min(pack_capacity_.load(), small.size() - i);
+      const cudaError_t status = launch_pack(small.data() + i, count, stream);
+      if (count > kPackTransfersSmall && is_refused(status)) {
+        cudaGetLastError();
+        pack_capacity_ = kPackTransfersSmall;
+        continue;
+      }
+      check(status, "the kernel that packs small copies");
+      i += count;
     }
+  }
+
+  // Appends the transfer in pieces that end where the host's address is a multiple of `piece`.
+  static void cut(const Transfer& transfer, const std::byte* host, size_t piece,
+                  std::vector<Transfer>* pieces) {
+    for (size_t at = 0; at < transfer.size;) {
+      const size_t until = piece - (reinterpret_cast<uintptr_t>(host) + at) % piece;
+      const size_t size = std::min(until, transfer.size - at);
+      pieces->push_back({transfer.to + at, transfer.from + at, size});
+      at += size;
+    }
+  }
+
+  // What drivers say that do not take as many parameters.
+  static bool is_refused(cudaError_t status) {
+    return status == cudaErrorInvalidValue || status == cudaErrorNotSupported ||
+           status == cudaErrorInvalidKernelImage || status == cudaErrorLaunchOutOfResources;
   }
 
   const int index_;
   const std::function<void()> prepare_;
-  const std::shared_ptr<EventPool> events_ = std::make_shared<EventPool>();
+  const std::shared_ptr<EventPool> events_;
   std::mutex preparing_;
   std::atomic<bool> prepared_{false};
+  std::atomic<size_t> pack_capacity_{kPackTransfers};
   // Constant once prepared.
   bool packs_ = false;
   cudaStream_t to_host_ = nullptr;
@@ -221,14 +336,28 @@ class CudaDevice : public Device {
 
 }  // namespace
 
-void register_host_memory(void* memory, size_t size) {
+void register_host_memory(int device, void* memory, size_t size) {
+  const Entry entry(device);
   // Portable: for all devices of the process, not the current one alone. Mapped: kernels write
   // there, too.
   check(cudaHostRegister(memory, size, cudaHostRegisterPortable | cudaHostRegisterMapped),
         "cudaHostRegister");
 }
 
-void unregister_host_memory(void* memory) noexcept { ignore(cudaHostUnregister(memory)); }
+void unregister_host_memory(int device, void* memory) noexcept {
+  enter_or_ignore(device, [&] { ignore(cudaHostUnregister(memory)); });
+}
+
+int host_node(int device) {
+  const Entry entry(device);
+  char address[32] = "";
+  ignore(cudaDeviceGetPCIBusId(address, sizeof(address), device));
+  std::string name = address;
+  // The system writes its letters small, CUDA does not say how it does.
+  std::transform(name.begin(), name.end(), name.begin(),
+                 [](unsigned char letter) { return static_cast<char>(std::tolower(letter)); });
+  return node_of_pci_device(name);
+}
 
 std::shared_ptr<Device> make_cuda_device(int index, std::function<void()> prepare) {
   return std::make_shared<CudaDevice>(index, std::move(prepare));

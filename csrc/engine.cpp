@@ -98,12 +98,24 @@ std::shared_ptr<Device> Engine::cuda_device([[maybe_unused]] int index) {
   const auto at = static_cast<size_t>(index);
   if (devices_.size() <= at) devices_.resize(at + 1);
   if (!devices_[at]) {
-    devices_[at] = make_cuda_device(index, [ring = ring_.get()] { ring->pin(); });
+    devices_[at] = make_cuda_device(index, [ring = ring_.get(), index] { ring->pin(index); });
   }
   return devices_[at];
 #else
   throw CudaError("pyckpt was built without CUDA");
 #endif
+}
+
+bool Engine::uses_devices() const {
+  if (forked()) return false;
+  std::lock_guard lock(mutex_);
+  return !devices_.empty();
+}
+
+void Engine::prewarm(size_t bytes, Arena::Kind kind, const std::vector<int>& devices) {
+  check_process();
+  for (const int index : devices) cuda_device(index)->prepare();
+  arena_->reserve(bytes, kind, devices.empty() ? kNoDevice : devices.front(), /*populate=*/true);
 }
 
 void Engine::close() {

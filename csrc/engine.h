@@ -21,7 +21,7 @@ namespace pyckpt {
 
 struct EngineOptions {
   size_t slot_bytes = 2 << 20;  // a multiple of 4096
-  size_t slots = 8;
+  size_t slots = 12;  // more than threads, so that these read on while slots are copied to devices
   size_t io_threads = 8;
   size_t arena_bytes = 0;  // of staged copies, at most
 };
@@ -52,6 +52,13 @@ class Engine {
   // there is one shows at its first use. Throws std::invalid_argument; CudaError in a build without
   // CUDA.
   std::shared_ptr<Device> cuda_device(int index);
+
+  bool uses_devices() const;
+
+  // Makes now what the first staging of so many bytes of these CUDA devices would make: memory in
+  // the arena, whose pages are there and registered, and all that the devices need. Throws IoError,
+  // and what `cuda_device` throws.
+  void prewarm(size_t bytes, Arena::Kind kind, const std::vector<int>& devices);
 
   // Fails the jobs that run, with EngineClosed, and joins the threads. Idempotent.
   void close();

@@ -1,23 +1,17 @@
 #include "io_threads.h"
 
 #include <pthread.h>
-#include <signal.h>
 
 #include <string>
 #include <utility>
 
 #include "nvtx.h"
+#include "signals.h"
 
 namespace pyckpt {
 
 IoThreads::IoThreads(size_t count, const char* group) : count_(count) {
-  // Threads inherit the signal mask: with all signals blocked, those of the process go to threads
-  // that expect them (Python's main thread).
-  sigset_t all, before;
-  sigfillset(&all);
-  // Those that say that this very thread did wrong are for the handlers that tell where.
-  for (const int fatal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&all, fatal);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const SignalsBlocked blocked;
   try {
     for (size_t i = 0; i < count; ++i) {
       const std::string name = std::string(group) + "-" + std::to_string(i);
@@ -28,11 +22,9 @@ IoThreads::IoThreads(size_t count, const char* group) : count_(count) {
       pthread_setname_np(threads_.back().native_handle(), name.c_str());
     }
   } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     stop();
     throw;
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 bool IoThreads::submit(std::function<void()> task) {

@@ -3,13 +3,41 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdint>
+#include <exception>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "device.h"
 #include "error.h"
+#include "numa.h"
+#include "signals.h"
 
 namespace pyckpt {
+namespace {
+
+// Returns 0, or the number of an error.
+int populate_pages(std::byte* pages, size_t size) {
+  constexpr size_t kPage = 4096;
+#ifdef MADV_POPULATE_WRITE
+  int result;
+  do {
+    result = ::madvise(pages, size, MADV_POPULATE_WRITE);
+  } while (result != 0 && errno == EAGAIN);
+  if (result == 0) return 0;
+  if (errno != EINVAL) return errno;
+#endif
+  // Kernels before 5.14 are asked page by page; in one step, since others may write there.
+  for (size_t at = 0; at < size; at += kPage) {
+    __atomic_fetch_or(reinterpret_cast<unsigned char*>(pages + at), 0, __ATOMIC_RELAXED);
+  }
+  return 0;
+}
+
+}  // namespace
 
 PinnedBuffer::PinnedBuffer(size_t size, bool shared) : size_(size) {
   int flags = MAP_PRIVATE | MAP_ANONYMOUS;
@@ -41,30 +69,75 @@ PinnedBuffer::PinnedBuffer(size_t size, bool shared) : size_(size) {
 
 PinnedBuffer::~PinnedBuffer() {
 #ifdef PYCKPT_CUDA
-  if (pinned_) unregister_host_memory(data_);
+  for (size_t at = 0; at < registered_; at = piece_end(at)) {
+    unregister_host_memory(device_, data_ + at);
+  }
 #endif
   ::munmap(data_, size_);
   if (descriptor_ >= 0) ::close(descriptor_);
 }
 
-void PinnedBuffer::pin() {
+void PinnedBuffer::pin([[maybe_unused]] int device) {
 #ifdef PYCKPT_CUDA
+  if (pinned_.load(std::memory_order_acquire)) return;
   std::lock_guard lock(pinning_);
-  if (pinned_) return;
-  register_host_memory(data_, size_);
-  pinned_ = true;
+  if (device_ == kNoDevice) {
+    device_ = device;
+    prefer_node(data_, size_, host_node(device));
+  }
+  // CUDA would have the pages made one after another, by one thread.
+  populate(registered_, size_ - registered_);
+  while (registered_ < size_) {
+    const size_t end = piece_end(registered_);
+    register_host_memory(device_, data_ + registered_, end - registered_);
+    registered_ = end;
+  }
+  pinned_.store(true, std::memory_order_release);
 #endif
 }
 
-void PinnedBuffer::touch(size_t offset, size_t size) {
-  constexpr size_t kPage = 4096;
-#ifdef MADV_POPULATE_WRITE
-  if (::madvise(data_ + offset, size, MADV_POPULATE_WRITE) == 0) return;
+// Where the registration ends that begins at an offset; see kRegistrationPiece.
+size_t PinnedBuffer::piece_end([[maybe_unused]] size_t offset) const {
+#ifdef PYCKPT_CUDA
+  const uintptr_t address = reinterpret_cast<uintptr_t>(data_) + offset;
+  return std::min(size_, offset + kRegistrationPiece - address % kRegistrationPiece);
+#else
+  return size_;
 #endif
-  // Kernels before 5.14 are asked page by page. What a page holds stays as it is.
-  for (size_t at = offset; at < offset + size; at += kPage) {
-    auto* const page = reinterpret_cast<volatile std::byte*>(data_ + at);
-    *page = *page;
+}
+
+void PinnedBuffer::populate(size_t offset, size_t size) {
+  constexpr size_t kPiece = 16 << 20;
+  // More fight for the kernel's locks.
+  constexpr size_t kThreads = 8;
+  const size_t pieces = (size + kPiece - 1) / kPiece;
+  std::atomic<size_t> next{0};
+  std::atomic<int> error{0};
+  const auto work = [&] {
+    for (size_t i = next.fetch_add(1); i < pieces; i = next.fetch_add(1)) {
+      const size_t at = i * kPiece;
+      const int failed = populate_pages(data_ + offset + at, std::min(kPiece, size - at));
+      if (failed == 0) continue;
+      error.store(failed);
+      next.store(pieces);
+    }
+  };
+  const size_t processors = std::max(1u, std::thread::hardware_concurrency());
+  std::vector<std::thread> helpers;
+  {
+    const SignalsBlocked blocked;
+    try {
+      while (helpers.size() + 1 < std::min({pieces, kThreads, processors})) {
+        helpers.emplace_back(work);
+      }
+    } catch (const std::exception&) {
+      // Those that could be started will do, or this one alone.
+    }
+  }
+  work();
+  for (std::thread& helper : helpers) helper.join();
+  if (error.load() != 0) {
+    throw IoError(error.load(), "madvise", "", std::to_string(size) + " bytes of memory");
   }
 }
 

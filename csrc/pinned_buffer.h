@@ -1,13 +1,16 @@
 // Page-aligned host memory that the disk and, once registered, the GPU can reach by DMA.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <mutex>
+
+#include "device.h"
 
 namespace pyckpt {
 
 // Owns one mapping, on huge pages where the kernel offers them. Not touched before first use, so it
-// costs address space alone until then. Not thread-safe; the memory itself is anyone's.
+// costs address space alone until then. The memory itself is anyone's.
 class PinnedBuffer {
  public:
   // Throws IoError (ENOMEM). `shared`: has a descriptor by which other processes can map it.
@@ -16,23 +19,32 @@ class PinnedBuffer {
   PinnedBuffer& operator=(const PinnedBuffer&) = delete;
   ~PinnedBuffer();
 
-  // Registers the memory with CUDA, once; nothing in a build without CUDA. May be
-  // called from several threads. Throws CudaError.
-  void pin();
+  // Registers the memory with CUDA, once, for all devices; nothing in a build without CUDA. Its
+  // pages then are there, if they can be near the device that the first call names. Takes long: a
+  // tenth of a second a GiB, or several. May be called from several threads. Throws CudaError; what
+  // was registered before the error stays so, and another call goes on from there.
+  void pin(int device);
 
-  // Makes the pages of a range be there, so that its first use does not wait for the kernel.
-  void touch(size_t offset, size_t size);
+  // Makes the pages of a range be there, so that its first use does not wait for the kernel; with
+  // several threads where that pays. What they hold stays as it is, while others write to them,
+  // too. Throws IoError where the system has not that much memory.
+  void populate(size_t offset, size_t size);
 
   std::byte* data() { return data_; }
   size_t size() const { return size_; }
   int descriptor() const { return descriptor_; }  // -1 where it is not shared
 
  private:
+  size_t piece_end(size_t offset) const;
+
   std::byte* data_;
   size_t size_;
   int descriptor_ = -1;
+  std::atomic<bool> pinned_{false};
   std::mutex pinning_;
-  bool pinned_ = false;  // guarded by pinning_
+  // Guarded by pinning_.
+  int device_ = kNoDevice;
+  size_t registered_ = 0;  // bytes, from the first
 };
 
 }  // namespace pyckpt

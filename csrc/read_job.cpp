@@ -7,7 +7,6 @@
 
 #include "crc32.h"
 #include "error.h"
-#include "transfer_batch.h"
 
 namespace pyckpt {
 namespace {
@@ -55,7 +54,12 @@ std::vector<uint32_t> ReadJob::run() {
     fail(std::current_exception());
   }
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return active_ == 0 && (error_ || next_ == windows_.size()); });
+  for (;;) {
+    const auto all_read = [this] { return active_ == 0 && (error_ || next_ == windows_.size()); };
+    changed_.wait(lock, [&] { return !landings_.empty() || all_read(); });
+    if (landings_.empty()) break;
+    land(&lock);
+  }
   end_clock();
   std::vector<uint32_t> checksums;
   for (const Range& range : ranges_) checksums.push_back(range.crc.load());
@@ -68,6 +72,22 @@ std::vector<uint32_t> ReadJob::run() {
   files_.clear();
   if (error_) std::rethrow_exception(error_);
   return checksums;
+}
+
+// Waits for the copies of the oldest landing, and gives its slot back. With mutex_ held, but for
+// the time that this takes.
+void ReadJob::land(std::unique_lock<std::mutex>* lock) {
+  std::list<Landing> oldest;
+  oldest.splice(oldest.begin(), landings_, landings_.begin());
+  lock->unlock();
+  try {
+    Stopwatch::Lap lap(&copying_, oldest.front().bytes);
+    oldest.front().batch.wait();
+  } catch (...) {
+    fail(std::current_exception());
+  }
+  oldest.clear();
+  lock->lock();
 }
 
 // Gives the threads a task each. A task reads one window and makes place for the tasks of other
@@ -219,20 +239,25 @@ void ReadJob::read_window(const Window& window) {
     return;
   }
   bool waited = false;
-  const Slot slot = ring_->acquire(&waited);
+  std::list<Landing> landing;
+  landing.push_back({ring_->acquire(&waited), 0, {}});
+  const Slot& slot = landing.front().slot;
   if (waited) slot_waits_.fetch_add(1, std::memory_order_relaxed);
   uint64_t needed = 0;
   for (const Piece& piece : window.pieces) {
     needed = std::max(needed, piece.range->offset + piece.end - window.offset);
   }
   read_exactly(window, slot.data(), needed);
-  TransferBatch batch;
+  TransferBatch& batch = landing.front().batch;
   for (const Piece& piece : window.pieces) {
     deliver(piece, slot.data() + (piece.range->offset + piece.begin - window.offset), &batch);
   }
   if (batch.empty()) return;
-  Stopwatch::Lap lap(&copying_, needed);
-  batch.copy_from_host();
+  landing.front().bytes = needed;
+  batch.start_from_host();
+  std::lock_guard lock(mutex_);
+  landings_.splice(landings_.end(), landing);  // allocates nothing, so that it cannot fail
+  changed_.notify_all();
 }
 
 // Reads a window; fewer bytes than `needed` are an error.

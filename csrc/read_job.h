@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <list>
 #include <memory>
 #include <string>
 #include <vector>
@@ -15,10 +16,9 @@
 #include "job.h"
 #include "slot_ring.h"
 #include "strided.h"
+#include "transfer_batch.h"
 
 namespace pyckpt {
-
-class TransferBatch;
 
 // Ranges closer than this are read in one go: passing over what lies between costs less than
 // another request to the disk.
@@ -90,7 +90,15 @@ class ReadJob : public Job, public std::enable_shared_from_this<ReadJob> {
     std::vector<Piece> pieces;
   };
 
+  // What was read for devices, and is on its way to them: the slot goes back when it is there.
+  struct Landing {
+    Slot slot;
+    uint64_t bytes;
+    TransferBatch batch;
+  };
+
   void start();
+  void land(std::unique_lock<std::mutex>* lock);
   void note_files(ReadStatistics* statistics) const;
   void cut();
   bool cut_in_place(Range* range, std::vector<Piece>* rest);
@@ -115,6 +123,10 @@ class ReadJob : public Job, public std::enable_shared_from_this<ReadJob> {
 
   size_t next_ = 0;    // of windows_; guarded by mutex_
   size_t active_ = 0;  // guarded by mutex_
+  // The oldest first; guarded by mutex_. The thread in `run` waits for them and nobody else, so
+  // that the engine's threads read on into whatever slots there are, of any job, and none of them
+  // waits for a slot that only another one's wait would free.
+  std::list<Landing> landings_;
   ReadStatistics
       ended_;  // what there is to know of the files once they are closed; guarded by mutex_
 

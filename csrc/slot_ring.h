@@ -46,8 +46,8 @@ class SlotRing {
   // Wakes everyone who waits, for good.
   void close();
 
-  // Registers all slots with CUDA, once.
-  void pin() { buffer_.pin(); }
+  // Registers all slots with CUDA, once, for all devices; see PinnedBuffer::pin.
+  void pin(int device) { buffer_.pin(device); }
 
   size_t slots() const { return slots_; }
   size_t slot_bytes() const { return slot_bytes_; }

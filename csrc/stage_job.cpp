@@ -104,13 +104,13 @@ void StageJob::place(Arena* arena, const std::vector<StageSource>& sources) {
     total += Arena::region_size(bytes_together(group.small, sources));
     for (const size_t i : group.large) total += Arena::region_size(sources[i].size);
   }
-  arena->reserve(total, options_.kind, options_.pin, /*touch=*/false);
+  arena->reserve(total, options_.kind, options_.pin_device, /*populate=*/false);
 
   for (const Group& group : groups) {
     place_small(arena, group.small, sources);
     for (const size_t i : group.large) {
       std::shared_ptr<Region> region =
-          arena->allocate(sources[i].size, options_.kind, options_.pin);
+          arena->allocate(sources[i].size, options_.kind, options_.pin_device);
       if (region) {
         std::byte* const data = region->data();
         add(sources[i], i, std::move(region), data);
@@ -129,7 +129,7 @@ void StageJob::place_small(Arena* arena, const std::vector<size_t>& indices,
   const uint64_t total = bytes_together(indices, sources);
   std::shared_ptr<Region> region;
   if (total > 0) {
-    region = arena->allocate(total, options_.kind, options_.pin);
+    region = arena->allocate(total, options_.kind, options_.pin_device);
     if (!region) {
       for (const size_t i : indices) bytes_streamed_ += sources[i].size;
       return;

@@ -81,9 +81,9 @@ class StageJob : public Job, public std::enable_shared_from_this<StageJob> {
  public:
   struct Options {
     Arena::Kind kind = Arena::Kind::kPrivate;
-    bool pin = false;  // register the memory with CUDA
-    size_t lanes = 1;  // how many threads copy guarded host memory at a time
-    size_t hurry = 1;  // and how many do while the caller waits
+    int pin_device = kNoDevice;  // if there is one, the memory is registered with CUDA
+    size_t lanes = 1;            // how many threads copy guarded host memory at a time
+    size_t hurry = 1;            // and how many do while the caller waits
     // What keeps the sources allocated; let go of by `release_sources`.
     std::shared_ptr<const void> sources;
     // Of each device among the sources, the queue of the program that may write to them.

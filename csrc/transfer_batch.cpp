@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <utility>
 
 namespace pyckpt {
 
@@ -12,24 +13,33 @@ void TransferBatch::add(Device* device, const Transfer& transfer) {
   found->second.push_back(transfer);
 }
 
-void TransferBatch::run(Copy copy) {
-  std::vector<std::shared_ptr<Ticket>> tickets;
-  std::exception_ptr error;
-  for (const auto& [device, transfers] : of_devices_) {
-    try {
-      tickets.push_back((device->*copy)(transfers));
-    } catch (...) {
-      error = std::current_exception();
+void TransferBatch::start(Copy copy) {
+  const auto of_devices = std::exchange(of_devices_, {});
+  tickets_.reserve(of_devices.size());
+  try {
+    for (const auto& [device, transfers] : of_devices) {
+      tickets_.push_back((device->*copy)(transfers));
     }
+  } catch (...) {
+    try {
+      wait();
+    } catch (...) {
+      // The first error is the one to tell of.
+    }
+    throw;
   }
-  for (const std::shared_ptr<Ticket>& ticket : tickets) {
+}
+
+void TransferBatch::wait() {
+  std::exception_ptr error;
+  for (const std::shared_ptr<Ticket>& ticket : tickets_) {
     try {
       ticket->wait();
     } catch (...) {
       error = std::current_exception();
     }
   }
-  of_devices_.clear();
+  tickets_.clear();
   if (error) std::rethrow_exception(error);
 }
 

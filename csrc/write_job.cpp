@@ -269,7 +269,8 @@ void WriteJob::fetch_from_devices(const Window& window, std::byte* slot) {
   }
   if (batch.empty()) return;
   Stopwatch::Lap lap(&copying_, window.size);
-  batch.copy_to_host();
+  batch.start_to_host();
+  batch.wait();
 }
 
 void WriteJob::fill_payload(const Piece& piece, std::byte* to) {

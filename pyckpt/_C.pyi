@@ -248,8 +248,8 @@ class Engine:
     def arena_held_bytes(self) -> int: ...
     @property
     def arena_used_bytes(self) -> int: ...
-    def reserve(self, bytes: int, *, shared: bool, pin: bool) -> None:
+    def prewarm(self, bytes: int, *, shared: bool, devices: list[int]) -> None:
         """Have so many bytes free in the arena, as far as its budget goes, and their pages there;
-        registered with CUDA, with ``pin``."""
+        with CUDA devices, registered with CUDA, and each device ready to copy."""
 
     def close(self) -> None: ...

@@ -8,15 +8,19 @@ were given (ZeroRedundancyOptimizer, Accelerate), and a step that waits in vain 
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from typing import Any, Protocol
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pyckpt.locks import fork_safe_lock
 
-__all__ = ["Guarded", "add", "discard", "hold"]
+__all__ = ["Guarded", "add", "discard", "hold", "look_for_capture", "tell_of_graphs", "watch"]
+
+_logger = logging.getLogger("pyckpt")
 
 
 class Guarded(Protocol):
@@ -35,11 +39,41 @@ _handle: Any = None
 
 def add(copies: Guarded) -> None:
     """Hold steps back until ``copies`` are discarded, or gone."""
-    global _guarded, _handle
+    global _guarded
+    watch()
     with _lock:
         _guarded = (*(ref for ref in _guarded if ref() is not None), weakref.ref(copies))
+
+
+def watch() -> None:
+    """Look at all steps from now on. Who has optimizers calls this before there are copies: a step
+    that is captured in a CUDA graph calls the hook then, and never again."""
+    global _handle
+    with _lock:
         if _handle is None:
             _handle = register_optimizer_step_pre_hook(_before_step)
+
+
+_told: set[str] = set()
+
+
+def tell_of_graphs(reason: str) -> None:
+    """Say in the log, once a reason, what a program is to do that replays steps."""
+    if reason in _told:
+        return
+    _told.add(reason)
+    _logger.warning(
+        "%s. Replaying the graph calls no hook, so that nothing keeps it from changing a state "
+        "that is still being copied: call wait_staged() before each replay, outside of the graph",
+        reason,
+    )
+
+
+def look_for_capture() -> None:
+    """Tell of a CUDA graph that is being captured on the current stream."""
+    # Asking for the stream would initialise CUDA.
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        tell_of_graphs("a CUDA graph is being captured that changes a state")
 
 
 def discard(copies: Guarded) -> None:
@@ -69,4 +103,5 @@ def hold() -> None:
 
 
 def _before_step(optimizer: object, args: object, kwargs: object) -> None:
+    look_for_capture()
     hold()

@@ -55,7 +55,7 @@ check_pack=build/check_pack
 mkdir -p build
 step "check of the pack kernel" 60 bash -c "
   '$nvcc' -std=c++17 -lineinfo -arch=sm_${capability/./} -Icsrc \
-    csrc/pack.cu tests/native/check_pack.cu -o '$check_pack' && '$check_pack'"
+    csrc/pack.cu csrc/pack_small.cu csrc/pack_cuda.cpp tests/native/check_pack.cu -o '$check_pack' && '$check_pack'"
 sanitizer="$(command -v compute-sanitizer || true)"
 [ -n "$sanitizer" ] || sanitizer="$CUDA_HOME/bin/compute-sanitizer"
 if [ ! -x "$sanitizer" ]; then

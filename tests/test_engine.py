@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,3 +213,58 @@ def test_exceptions_cross_the_boundary(tmp_path: Path) -> None:
     assert directory.value.filename == str(tmp_path)
     with pytest.raises(ValueError, match="direct must be"):
         _C.WriteJob(native, str(tmp_path / "file"), direct="perhaps")  # type: ignore[arg-type]
+
+
+def test_there_are_more_slots_than_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a thread goes on reading while what it read is on its way to a GPU."""
+    made: list[dict[str, int]] = []
+    monkeypatch.setattr(_C, "Engine", lambda **settings: made.append(settings))
+    for threads in (1, 8):
+        pyckpt.Engine(io_threads=threads, slot_bytes=4096, max_pinned_bytes=1 << 20)
+        assert made[-1]["slots"] > made[-1]["io_threads"]
+        assert made[-1]["slots"] * 4096 + made[-1]["arena_bytes"] == 1 << 20
+    pyckpt.Engine(io_threads=8, slot_bytes=4096, max_pinned_bytes=8192)
+    assert made[-1]["slots"] == 2
+
+
+@pytest.mark.parametrize("what", ["engine", "copies"])
+def test_memory_goes_without_the_gil(what: str) -> None:
+    """Other threads of the program go on while hundreds of megabytes are given back."""
+    interval = sys.getswitchinterval()
+    ticks = 0
+    ended = threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not ended.is_set():
+            ticks += 1
+            time.sleep(0)
+
+    size = 256 << 20
+    sys.setswitchinterval(1e6)  # a thread runs until it gives the GIL away by itself
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        for _ in range(20):  # the other thread may be slow to wake up
+            owner: list[object] = [pyckpt.Engine(max_pinned_bytes=2 * size)]
+            engine: pyckpt.Engine = owner[0]  # type: ignore[assignment]
+            if what == "engine":
+                engine.native.prewarm(size, shared=False, devices=[])
+            else:
+                staging = _C.Staging(engine.native, [torch.ones(size, dtype=torch.uint8)])
+                staging.wait()
+                staging.release_sources()
+                owner = [staging.take_tensors()]
+                engine.close()
+                del staging
+            del engine
+            before = ticks
+            owner.clear()
+            if ticks != before:
+                break
+        else:
+            pytest.fail("no other thread ran")
+    finally:
+        ended.set()
+        sys.setswitchinterval(interval)
+        thread.join()

@@ -275,3 +275,105 @@ def test_stock_stager(tmp_path: Path, record_property: Callable[[str, object], N
     stager.close()
     record_property("stock DefaultStager misses late writes", torn)
     assert expected["large"].lt(0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
+def test_sizes_and_alignments(
+    tmp_path: Path, gpu_engine: pyckpt.Engine, dtype: torch.dtype
+) -> None:
+    """What is copied one by one, cut into chunks, and read less wide than it is written."""
+    state: dict[str, Any] = {}
+    for size in [1, 3, 17, 4095, 32767, 32768, 32769, 262145, MIB + 3, 2 * MIB, 2 * MIB + 1]:
+        for skew in [0, 1, 2, 3, 4, 8, 15]:
+            base = torch.randint(0, 250, (size + skew,), device="cuda").to(dtype)
+            state[f"{size} from {skew}"] = base[skew:]
+    expected = on_host(state)
+    with pyckpt.Engine(max_pinned_bytes=512 * MIB) as own:
+        pyckpt.PinnedStager(engine=own).prewarm(state)
+        for turn, used in enumerate([own, gpu_engine]):
+            path = tmp_path / str(turn)
+            dcp.async_save(state, storage_writer=writer_to(path, engine=used)).result()
+            check_saved(expected, path)
+
+
+def capture(while_captured: Callable[[], None]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph that adds 2 to a tensor, captured in the mode that is torch's default: in that, most
+    calls of any thread are refused, and end the capture."""
+    graph, counter = torch.cuda.CUDAGraph(), torch.zeros(10, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        counter += 1
+        while_captured()
+        counter += 1
+    return graph, counter
+
+
+def must_work(graph: torch.cuda.CUDAGraph, counter: torch.Tensor) -> None:
+    for _ in range(3):
+        graph.replay()
+    assert counter.tolist() == [6] * 10
+
+
+def test_prewarms_and_saves_beside_a_capture(tmp_path: Path) -> None:
+    """By an engine that has all still to do: registering, streams, loading its kernels."""
+    state = some_state()
+    expected = on_host(state)
+    errors: list[BaseException] = []
+
+    def save() -> None:
+        try:
+            with pyckpt.Engine(max_pinned_bytes=512 * MIB) as own:
+                for turn in range(2):
+                    stager = pyckpt.PinnedStager(engine=own)
+                    writer = writer_to(tmp_path / str(turn), stager=stager, engine=own)
+                    dcp.async_save(state, storage_writer=writer).result()
+                    stager.prewarm(state)
+        except BaseException as error:
+            errors.append(error)
+
+    def beside() -> None:
+        thread = threading.Thread(target=save)
+        thread.start()
+        thread.join()
+
+    must_work(*capture(beside))
+    assert not errors
+    for turn in range(2):
+        check_saved(expected, tmp_path / str(turn))
+
+
+def test_a_save_within_a_capture_is_an_error(gpu_engine: pyckpt.Engine) -> None:
+    state = {"a": torch.ones(1000, device="cuda")}
+    stager = pyckpt.PinnedStager(engine=gpu_engine)
+
+    def save() -> None:
+        with pytest.raises(pyckpt.errors.CudaError, match="before the capture, or after it"):
+            stager.stage(state)
+
+    must_work(*capture(save))
+    assert torch.equal(stager.stage(state).result()["a"], torch.ones(1000))
+
+
+def test_a_step_is_captured_while_a_save_is_under_way(
+    tmp_path: Path, gpu_engine: pyckpt.Engine
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(8 * MIB, device="cuda"))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.Adam([parameter], lr=0.1, capturable=True)
+    optimizer.step()
+    stager = pyckpt.PinnedStager(engine=gpu_engine, optimizers=[optimizer])
+    state = {"model": {"a": parameter}, "optimizer": optimizer.state_dict()}
+    graph = None
+    for turn in range(3):
+        expected = frozen(on_host(state))
+        torch.cuda._sleep(LONG)
+        writer = writer_to(tmp_path / str(turn), stager=stager, engine=gpu_engine)
+        future = dcp.async_save(state, storage_writer=writer)
+        if graph is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                optimizer.step()
+        stager.wait_staged()
+        graph.replay()
+        future.result()
+        check_saved(expected, tmp_path / str(turn))

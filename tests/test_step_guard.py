@@ -543,3 +543,58 @@ def test_optimizers_that_change_parameters_outside_of_step(tmp_path: Path, wrapp
             future.result()
             check_saved(before, tmp_path / str(turn))
             assert not same(frozen(state), before)  # train did change it
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the current stream captured a CUDA graph, and nobody had been told."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(guard, "_told", set())
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        r.getMessage() for r in caplog.records if r.name == "pyckpt" and r.levelname == "WARNING"
+    ]
+
+
+def test_a_step_that_is_captured_is_told_of_once(
+    capturing: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before the first save: when the graph is replayed, nobody is asked."""
+    hooks: list[Any] = []
+    monkeypatch.setattr(guard, "_handle", None)
+    monkeypatch.setattr(
+        guard, "register_optimizer_step_pre_hook", lambda hook: hooks.append(hook) or hook
+    )
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    pyckpt.PinnedStager(optimizers=[optimizer])
+    assert len(hooks) == 1
+    for _ in range(3):
+        hooks[0](optimizer, (), {})
+    [warning] = warnings_in(caplog)
+    assert "call wait_staged() before each replay" in warning
+
+
+def test_wait_staged_within_a_capture_is_told_of(
+    capturing: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    pyckpt.PinnedStager().wait_staged()
+    assert "outside of the graph" in warnings_in(caplog)[0]
+
+
+def test_optimizers_made_for_graphs_are_told_of_once(
+    small_engine: pyckpt.Engine,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their steps may have been captured before there was a stager."""
+    monkeypatch.setattr(guard, "_told", set())
+    parameter = torch.nn.Parameter(torch.ones(3))
+    for capturable in (False, True, True):
+        optimizer = torch.optim.Adam([parameter], capturable=capturable)
+        stager = pyckpt.PinnedStager(engine=small_engine, optimizers=[optimizer])
+        stager.stage({"a": parameter}).result()
+        assert len(warnings_in(caplog)) == capturable

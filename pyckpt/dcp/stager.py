@@ -95,6 +95,8 @@ class PinnedStager:
         self._finisher: ThreadPoolExecutor | None = None
         self._failure: BaseException | None = None
         _stagers.add(self)
+        if self.optimizers:
+            guard.watch()
 
     # What DCP asks of an AsyncStager.
 
@@ -138,8 +140,9 @@ class PinnedStager:
     # For the program.
 
     def prewarm(self, state_dict: dict[str, Any]) -> None:
-        """Take, and register with CUDA, the memory that saving such a state will need, so that the
-        first save does not. Copies nothing.
+        """Take, and register with CUDA, the memory that saving such a state will need, and have
+        the GPUs of the state ready to copy, so that the first save does not. Copies nothing. May be
+        called on a thread of its own, beside the first steps.
 
         Raises:
             OSError: the system has not that much memory.
@@ -147,14 +150,15 @@ class PinnedStager:
         """
         shape, leaves = self._shape_of(state_dict)
         sources = shape.leaves.sources(leaves)
-        pin = any(isinstance(source, torch.Tensor) and source.is_cuda for source in sources)
+        devices = {s.get_device() for s in sources if isinstance(s, torch.Tensor) and s.is_cuda}
         needed = shape.needed_bytes(leaves, None)
-        self.engine.native.reserve(needed, shared=self.shared_memory, pin=pin)
+        self.engine.native.prewarm(needed, shared=self.shared_memory, devices=sorted(devices))
 
     def wait_staged(self) -> None:
         """Make what the program does next wait for all copies that need the state as it is: GPU
         work on this thread's current streams, and the thread itself for state on the CPU. For
         programs that change parameters without ``optimizer.step()``."""
+        guard.look_for_capture()
         for staging in self._under_way():
             staging.guard()
 
@@ -264,6 +268,11 @@ class PinnedStager:
             return None
         storages = _C.StorageSet()
         for optimizer in guarded:
+            if any(group.get("capturable") for group in optimizer.param_groups):
+                guard.tell_of_graphs(
+                    f"an {type(optimizer).__name__} with capturable=True is saved, whose steps may "
+                    "be captured in a CUDA graph"
+                )
             storages.add([group["params"] for group in optimizer.param_groups])
             # Some wrappers have no state of their own.
             storages.add(getattr(optimizer, "state", {}))

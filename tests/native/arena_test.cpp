@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "error.h"
 #include "pinned_buffer.h"
 #include "support.h"
 
@@ -27,7 +28,7 @@ constexpr auto kPrivate = Arena::Kind::kPrivate;
 constexpr auto kShared = Arena::Kind::kShared;
 
 std::shared_ptr<Region> allocate(const std::shared_ptr<Arena>& arena, size_t size) {
-  return arena->allocate(size, kPrivate, false);
+  return arena->allocate(size, kPrivate);
 }
 
 TEST(ArenaTest, FirstFitInWholePages) {
@@ -82,9 +83,9 @@ TEST(ArenaTest, GrowsToItsBudget) {
 
 TEST(ArenaTest, KindsAreApart) {
   const auto arena = std::make_shared<Arena>(2 * kSegment);
-  const auto own = arena->allocate(kPage, kPrivate, false);
-  const auto shared = arena->allocate(2 * kPage, kShared, false);
-  const auto next = arena->allocate(kPage, kShared, false);
+  const auto own = arena->allocate(kPage, kPrivate);
+  const auto shared = arena->allocate(2 * kPage, kShared);
+  const auto next = arena->allocate(kPage, kShared);
   EXPECT_EQ(own->descriptor(), -1);
   ASSERT_GE(shared->descriptor(), 0);
   EXPECT_EQ(next->descriptor(), shared->descriptor());
@@ -96,7 +97,7 @@ TEST(ArenaTest, KindsAreApart) {
   ASSERT_NE(mapped, MAP_FAILED);
   EXPECT_STREQ(static_cast<const char*>(mapped) + next->offset(), "hello");
   ::munmap(mapped, next->segment_size());
-  EXPECT_EQ(arena->allocate(kSegment, kPrivate, false), nullptr);
+  EXPECT_EQ(arena->allocate(kSegment, kPrivate), nullptr);
 }
 
 TEST(ArenaTest, GivingBackTwiceIsOnce) {
@@ -121,16 +122,16 @@ TEST(ArenaTest, ARegionKeepsTheMemory) {
 
 TEST(ArenaTest, Reserves) {
   const auto arena = std::make_shared<Arena>(3 * kSegment + kPage);
-  arena->reserve(kSegment + 1, kPrivate, false, true);
+  arena->reserve(kSegment + 1, kPrivate, kNoDevice, true);
   EXPECT_EQ(arena->held_bytes(), 2 * kSegment);
-  arena->reserve(2 * kSegment, kPrivate, false, false);  // is there already
+  arena->reserve(2 * kSegment, kPrivate, kNoDevice, false);  // is there already
   EXPECT_EQ(arena->held_bytes(), 2 * kSegment);
   EXPECT_EQ(arena->used_bytes(), 0u);
   const auto whole = allocate(arena, 2 * kSegment);
   EXPECT_NE(whole, nullptr);  // in one piece
-  arena->reserve(100 * kSegment, kPrivate, false, false);
+  arena->reserve(100 * kSegment, kPrivate, kNoDevice, false);
   EXPECT_EQ(arena->held_bytes(), 3 * kSegment);
-  arena->reserve(100 * kSegment, kShared, false, false);
+  arena->reserve(100 * kSegment, kShared, kNoDevice, false);
   EXPECT_EQ(arena->held_bytes(), 3 * kSegment);
 }
 
@@ -194,13 +195,31 @@ TEST(PinnedBufferTest, TouchedPagesAreThereAndStayAsTheyWere) {
   for (const bool shared : {false, true}) {
     PinnedBuffer buffer(kSegment, shared);
     std::memset(buffer.data() + kPage, 7, kPage);
-    buffer.touch(0, 3 * kPage);
+    buffer.populate(0, 3 * kPage);
     unsigned char there[3] = {};
     ASSERT_EQ(::mincore(buffer.data(), 3 * kPage, there), 0);
     for (const unsigned char page : there) EXPECT_TRUE(page & 1);
     EXPECT_EQ(buffer.data()[kPage], std::byte{7});
     EXPECT_EQ(buffer.data()[0], std::byte{0});
   }
+}
+
+// By several threads.
+TEST(PinnedBufferTest, PopulatesLargeRanges) {
+  constexpr size_t kSize = 80 << 20;
+  for (const bool shared : {false, true}) {
+    PinnedBuffer buffer(kSize, shared);
+    buffer.populate(kPage, kSize - 2 * kPage);
+    std::vector<unsigned char> there(kSize / kPage);
+    ASSERT_EQ(::mincore(buffer.data(), kSize, there.data()), 0);
+    for (size_t i = 1; i + 1 < there.size(); ++i) ASSERT_TRUE(there[i] & 1) << i;
+  }
+}
+
+TEST(PinnedBufferTest, MemoryThatCannotBeHadIsAnError) {
+  PinnedBuffer buffer(64 << 20, /*shared=*/true);
+  ASSERT_EQ(::ftruncate(buffer.descriptor(), 0), 0);
+  EXPECT_THROW(buffer.populate(0, buffer.size()), IoError);
 }
 
 TEST(PinnedBufferTest, SharedMemoryGoesWithItsBuffer) {

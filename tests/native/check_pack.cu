@@ -22,9 +22,10 @@ void must(cudaError_t status, const char* what) {
 
 std::byte pattern(size_t i) { return static_cast<std::byte>((i * 2654435761u) >> 13); }
 
-// Copies `count` pieces, of which the first begins at `skew`; returns how many bytes are wrong.
-size_t wrong_bytes(size_t count, size_t skew, size_t apart) {
-  const size_t sizes[] = {0, 1, 3, 4, 15, 16, 17, 4095, 4096, 4097, 65537, 262144};
+// Copies `count` pieces, of which the first begins at `skew`, from where it lies `shift` bytes
+// further; returns how many bytes are wrong.
+size_t wrong_bytes(size_t count, size_t skew, size_t shift, size_t apart) {
+  const size_t sizes[] = {0, 1, 3, 4, 15, 16, 17, 4095, 4096, 4097, 32767, pyckpt::kPackChunk};
   std::vector<pyckpt::Transfer> transfers;
   std::vector<size_t> begins;
   size_t at = skew;
@@ -36,12 +37,14 @@ size_t wrong_bytes(size_t count, size_t skew, size_t apart) {
     at += size + apart;
   }
   const size_t total = at + 16;
+  const size_t source_total = total + shift;
 
-  std::vector<std::byte> expected(total);
-  for (size_t i = 0; i < total; ++i) expected[i] = pattern(i);
+  std::vector<std::byte> source(source_total);
+  for (size_t i = 0; i < source_total; ++i) source[i] = pattern(i);
+  const std::byte* const expected = source.data() + shift;
   std::byte* device = nullptr;
-  must(cudaMalloc(&device, total), "cudaMalloc");
-  must(cudaMemcpy(device, expected.data(), total, cudaMemcpyHostToDevice), "cudaMemcpy");
+  must(cudaMalloc(&device, source_total), "cudaMalloc");
+  must(cudaMemcpy(device, source.data(), source_total, cudaMemcpyHostToDevice), "cudaMemcpy");
   std::byte* host = nullptr;
   must(cudaHostAlloc(&host, total, cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc");
   // What no transfer covers must stay as it is.
@@ -50,7 +53,7 @@ size_t wrong_bytes(size_t count, size_t skew, size_t apart) {
   std::vector<bool> covered(total, false);
   for (size_t i = 0; i < count; ++i) {
     transfers[i].to = host + begins[i];
-    transfers[i].from = device + begins[i];
+    transfers[i].from = device + shift + begins[i];
     for (size_t k = 0; k < transfers[i].size; ++k) covered[begins[i] + k] = true;
   }
 
@@ -71,15 +74,22 @@ size_t wrong_bytes(size_t count, size_t skew, size_t apart) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  for (const size_t capacity : {pyckpt::kPackTransfersSmall, pyckpt::kPackTransfers}) {
+    must(pyckpt::load_pack(capacity), "load_pack");
+  }
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 3;
   size_t wrong = 0;
   size_t checked = 0;
   for (int round = 0; round < rounds; ++round) {
-    for (const size_t count : {size_t{1}, size_t{31}, size_t{33}, pyckpt::kPackTransfers}) {
+    for (const size_t count : {size_t{1}, size_t{33}, pyckpt::kPackTransfersSmall,
+                               pyckpt::kPackTransfersSmall + 1, pyckpt::kPackTransfers}) {
       for (const size_t skew : {0, 1, 4, 16}) {
-        for (const size_t apart : {0, 1, 16}) {
-          wrong += wrong_bytes(count, skew, apart);
-          ++checked;
+        // Each width at which the device can read what the host gets 16 bytes of at a time.
+        for (const size_t shift : {0, 1, 2, 4, 8}) {
+          for (const size_t apart : {0, 1, 16}) {
+            wrong += wrong_bytes(count, skew, shift, apart);
+            ++checked;
+          }
         }
       }
     }

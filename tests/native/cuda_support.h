@@ -58,7 +58,7 @@ class CudaTest : public testing::Test {
   static std::shared_ptr<StageJob> stage(Engine* engine, const std::vector<StageSource>& sources,
                                          const Programs& programs) {
     StageJob::Options options;
-    options.pin = true;
+    if (!programs.empty()) options.pin_device = programs.front().first->index();
     options.programs = programs;
     for (const auto& [device, stream] : programs) device->follow(stream);
     return engine->start_stage(sources, std::move(options));

@@ -26,7 +26,7 @@ class ErrorCudaTest : public CudaTest {
     State state;
     for (const int index : {0, 1}) {
       for (const bool guarded : {false, true}) {
-        for (const size_t size : {10, 5000, 300000, 20}) {
+        for (const size_t size : {10, 5000, (2 << 20) + 1, 20}) {
           state.expected.push_back(random_bytes(random_, size));
           state.sources.push_back(source(engine->cuda_device(index),
                                          on_device(index, state.expected.back()), size, guarded));
@@ -57,11 +57,11 @@ TEST_F(ErrorCudaTest, EachCallInTurn) {
   for (const char* call : {"cudaSetDevice", "cudaDeviceGetAttribute", "cudaStreamCreateWithFlags",
                            "cudaStreamIsCapturing", "cudaStreamWaitEvent",
                            "cudaEventCreateWithFlags", "cudaEventRecord", "cudaEventSynchronize",
-                           "cudaMemcpyAsync", "cudaHostRegister", "launch_pack"}) {
+                           "cudaMemcpyAsync", "cudaHostRegister", "cudaLaunchKernel"}) {
     size_t n = 0;
     for (bool failed = true; failed;) {
       ++n;
-      Engine engine(small());
+      Engine engine({4096, 2, 2, 64 << 20});  // room for two jobs
       const State state = make_state(&engine);
       cuda_.fail(call, n, cudaErrorMemoryAllocation);
       std::shared_ptr<StageJob> job;  // whose destructor has nobody to tell
@@ -99,7 +99,7 @@ TEST_F(ErrorCudaTest, WaitsForWhatWasQueuedBeforeAnError) {
     cuda_.hold(copies);
     std::vector<StageSource> sources;
     for (int i = 0; i < 2; ++i) {
-      sources.push_back(source(device, cuda_.allocate(0, 300000), 300000, guarded));
+      sources.push_back(source(device, cuda_.allocate(0, 3 << 20), 3 << 20, guarded));
     }
     cuda_.fail("cudaMemcpyAsync", 2);
     auto staging = beside([&] {
@@ -158,18 +158,18 @@ TEST_F(ErrorCudaTest, ADeviceIsLostWhileItCopies) {
 // Memory that cannot be registered is not lost to those that need not have it registered.
 TEST_F(ErrorCudaTest, RefusedRegistrationLosesNoMemory) {
   const auto arena = std::make_shared<Arena>(2 << 20);
-  arena->allocate(2 << 20, Arena::Kind::kPrivate, false)->give_back();
+  arena->allocate(2 << 20, Arena::Kind::kPrivate)->give_back();
   cuda_.fail("cudaHostRegister", 1, cudaErrorMemoryAllocation);
-  EXPECT_THROW(arena->allocate(4096, Arena::Kind::kPrivate, true), CudaError);
+  EXPECT_THROW(arena->allocate(4096, Arena::Kind::kPrivate, 0), CudaError);
   EXPECT_EQ(arena->used_bytes(), 0u);
-  EXPECT_TRUE(arena->allocate(2 << 20, Arena::Kind::kPrivate, true));
+  EXPECT_TRUE(arena->allocate(2 << 20, Arena::Kind::kPrivate, 0));
   EXPECT_EQ(cuda_.live_registrations(), 1u);
 
   const auto small = std::make_shared<Arena>(2 << 20);
   cuda_.fail("cudaHostRegister", 1);
-  EXPECT_THROW(small->reserve(1, Arena::Kind::kShared, true, true), CudaError);
+  EXPECT_THROW(small->reserve(1, Arena::Kind::kShared, 0, true), CudaError);
   EXPECT_EQ(small->held_bytes(), 0u);
-  EXPECT_TRUE(small->allocate(2 << 20, Arena::Kind::kShared, true));
+  EXPECT_TRUE(small->allocate(2 << 20, Arena::Kind::kShared, 0));
 }
 
 // Destructors have nobody to tell.
@@ -188,7 +188,7 @@ TEST_F(ErrorCudaTest, FailuresToGiveBackAreNotTheProgramsErrors) {
 
 TEST_F(ErrorCudaTest, MemoryIsRegisteredOnce) {
   PinnedBuffer buffer(1 << 20);
-  parallelize(4, [&](size_t) { buffer.pin(); });
+  parallelize(4, [&](size_t) { buffer.pin(0); });
   EXPECT_EQ(cuda_.calls("cudaHostRegister"), 1u);
   EXPECT_EQ(cuda_.live_registrations(), 1u);
 }

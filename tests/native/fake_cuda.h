@@ -7,15 +7,23 @@
 // so that what keeps a copy from running too early, or a program from overwriting too early, is
 // the engine's waits alone: a test holds one stream, lets the others run as far as they get
 // (`settle`), and looks.
+//
+// What CUDA refuses the fake refuses: while a graph is captured, all calls of which it is not known
+// that they are safe, in the modes that prohibit them, and the capture is lost as it would be; a
+// wait of a captured stream for what is outside; more registered memory than there may be; kernels
+// of more parameters than a driver takes. What CUDA would let pass, or crash at, and what ought not
+// to be, it writes down for `finish`.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
 #include <functional>
+#include <future>
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace pyckpt::test {
@@ -39,7 +47,10 @@ class FakeCuda {
   cudaStream_t default_stream(int device);
   // The program's own work.
   void enqueue(cudaStream_t stream, std::function<void()> work);
-  void capture(cudaStream_t stream, bool is_capturing);
+  // The calling thread captures what the stream is given, until it ends the capture: nothing of it
+  // runs. `end_capture` returns what cudaStreamEndCapture would.
+  void begin_capture(cudaStream_t stream, cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal);
+  cudaError_t end_capture(cudaStream_t stream);
 
   // Streams that are there, in the order they were made, without the program's.
   std::vector<cudaStream_t> engine_streams() const;
@@ -58,6 +69,12 @@ class FakeCuda {
   // Waits until so many threads wait for the device. False if that does not come about.
   bool blocked(size_t threads);
 
+  // Waits until so many copies are queued on a stream and not over. False if that does not come
+  // about.
+  bool queued(cudaStream_t stream, size_t copies);
+  // The next registration waits until the future is there; `blocked` counts its thread.
+  void hold_registration(std::shared_future<void> until);
+
   // Copies queued and not begun, those of one launch counted each.
   size_t pending_copies(cudaStream_t stream) const;
   // How many copies each launch of the packing kernel made.
@@ -66,8 +83,12 @@ class FakeCuda {
   size_t calls(const std::string& function) const;
   // How often the thread that made this, the program's, was made to wait for a device.
   size_t program_waits() const;
-  // Devices of which this process has a context.
+  // Devices of which this process has a context. As with CUDA, almost any call of a thread makes
+  // one on the thread's device, which is number 0 until the thread has set another.
   std::set<int> contexts() const;
+  // Of how many devices the kernel for so many transfers was loaded: at its first launch, or when
+  // somebody asked for its attributes.
+  size_t loaded(bool large) const;
 
   size_t live_streams() const;  // without the program's
   size_t live_events() const;
@@ -81,6 +102,12 @@ class FakeCuda {
   void lose(int device, cudaError_t error = cudaErrorLaunchFailure);
   // What host memory may not be written to by kernels says.
   void set_same_addresses(bool same);
+  // How many bytes of parameters a kernel may have; launches with more are refused.
+  void set_parameter_limit(size_t bytes);
+  // How many bytes of host memory may be registered at a time.
+  void set_registration_limit(size_t bytes);
+  // Each registration so far, in the order of their addresses: begin and bytes.
+  std::vector<std::pair<const std::byte*, size_t>> registrations() const;
 
   // Lets everything run. Empty where the runtime was used as it may be, and all was given back;
   // else what was wrong, a line each.

@@ -2,12 +2,14 @@
 #include "fake_cuda.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <future>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "pack.h"
 #include "support.h"
 
 namespace pyckpt::test {
@@ -150,6 +152,147 @@ TEST_F(FakeCudaTest, ALostDeviceDoesNothingMore) {
   EXPECT_EQ(cudaSetDevice(1), cudaSuccess);
   EXPECT_EQ(said(), "");
   cudaEventDestroy(event);
+}
+
+// What a thread may not do while another captures, or itself does, by the modes of both.
+TEST_F(FakeCudaTest, CapturesForbidWhatIsUnsafe) {
+  const auto global = cudaStreamCaptureModeGlobal;
+  const auto local = cudaStreamCaptureModeThreadLocal;
+  const auto relaxed = cudaStreamCaptureModeRelaxed;
+  struct Case {
+    cudaStreamCaptureMode capture, thread;
+    bool own, allowed;
+  };
+  const cudaEvent_t event = make_event();
+  for (const Case& one : std::vector<Case>{{global, global, false, false},
+                                           {global, global, true, false},
+                                           {global, local, false, true},
+                                           {global, local, true, false},
+                                           {global, relaxed, false, true},
+                                           {global, relaxed, true, true},
+                                           {local, global, false, true},
+                                           {local, global, true, false},
+                                           {relaxed, global, false, true},
+                                           {relaxed, global, true, true}}) {
+    cuda_.begin_capture(a_, one.capture);
+    const auto call = [&] {
+      cudaStreamCaptureMode mode = one.thread;
+      EXPECT_EQ(cudaThreadExchangeStreamCaptureMode(&mode), cudaSuccess);
+      const cudaError_t error = cudaEventSynchronize(event);
+      cudaThreadExchangeStreamCaptureMode(&mode);
+      EXPECT_EQ(mode, one.thread);
+      cudaGetLastError();
+      return error;
+    };
+    const cudaError_t error = one.own ? call() : std::async(std::launch::async, call).get();
+    EXPECT_EQ(error, one.allowed ? cudaSuccess : cudaErrorStreamCaptureUnsupported);
+    EXPECT_EQ(cuda_.end_capture(a_), one.allowed ? cudaSuccess : cudaErrorStreamCaptureInvalidated);
+  }
+  cudaEventDestroy(event);
+  EXPECT_EQ(cuda_.finish(), "");
+}
+
+TEST_F(FakeCudaTest, CapturesHaveTheirBorders) {
+  const cudaEvent_t outside = make_event();
+  const cudaEvent_t inside = make_event();
+  cudaEventRecord(outside, b_);
+  cuda_.begin_capture(a_);
+  say(a_, "never");
+  EXPECT_EQ(cudaStreamWaitEvent(a_, outside, 0), cudaErrorStreamCaptureIsolation);
+  EXPECT_EQ(cuda_.end_capture(a_), cudaErrorStreamCaptureInvalidated);
+  cuda_.begin_capture(a_);
+  cudaStreamCaptureStatus status;
+  EXPECT_EQ(cudaStreamIsCapturing(a_, &status), cudaSuccess);
+  EXPECT_EQ(status, cudaStreamCaptureStatusActive);
+  EXPECT_EQ(cudaEventRecord(inside, a_), cudaSuccess);
+  EXPECT_EQ(cudaStreamWaitEvent(a_, inside, 0), cudaSuccess);
+  EXPECT_EQ(cudaStreamWaitEvent(b_, inside, 0), cudaSuccess);
+  EXPECT_EQ(cuda_.end_capture(a_), cudaSuccess);
+  EXPECT_EQ(cudaEventSynchronize(inside), cudaErrorCapturedEvent);
+  EXPECT_EQ(said(), "");
+  // The default stream, while a stream that waits for it captures.
+  cudaStream_t blocking;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&blocking, cudaStreamDefault), cudaSuccess);
+  cuda_.begin_capture(blocking);
+  EXPECT_EQ(cudaStreamIsCapturing(nullptr, &status), cudaErrorStreamCaptureImplicit);
+  EXPECT_EQ(cudaEventRecord(outside, nullptr), cudaErrorStreamCaptureImplicit);
+  EXPECT_EQ(cuda_.end_capture(blocking), cudaErrorStreamCaptureInvalidated);
+  cudaStreamDestroy(blocking);
+  cudaEventDestroy(inside);
+  cudaEventDestroy(outside);
+  cudaGetLastError();
+  EXPECT_EQ(cuda_.finish(), "a stream joined the capture of a graph\n");
+}
+
+TEST_F(FakeCudaTest, KernelsAreLoadedWhenTheyAreNeeded) {
+  cudaFuncAttributes attributes;
+  EXPECT_EQ(cuda_.loaded(false), 0u);
+  cuda_.begin_capture(a_);
+  EXPECT_EQ(cudaFuncGetAttributes(&attributes, small_pack_kernel()),
+            cudaErrorStreamCaptureUnsupported);
+  EXPECT_EQ(cuda_.end_capture(a_), cudaErrorStreamCaptureInvalidated);
+  EXPECT_EQ(cudaFuncGetAttributes(&attributes, small_pack_kernel()), cudaSuccess);
+  EXPECT_EQ(cuda_.loaded(false), 1u);
+  EXPECT_EQ(cuda_.loaded(true), 0u);
+  cuda_.begin_capture(a_);
+  EXPECT_EQ(cudaFuncGetAttributes(&attributes, small_pack_kernel()), cudaSuccess);
+  EXPECT_EQ(cuda_.end_capture(a_), cudaSuccess);
+  cudaGetLastError();
+}
+
+TEST_F(FakeCudaTest, RegistersNoMoreThanItMay) {
+  std::vector<std::byte> host(3 * 4096);
+  cuda_.set_registration_limit(2 * 4096);
+  EXPECT_EQ(cudaHostRegister(host.data(), host.size(), cudaHostRegisterPortable),
+            cudaErrorMemoryAllocation);
+  EXPECT_EQ(cudaHostRegister(host.data(), 2 * 4096, cudaHostRegisterPortable), cudaSuccess);
+  EXPECT_EQ(cudaHostUnregister(host.data()), cudaSuccess);
+  EXPECT_EQ(cudaGetLastError(), cudaErrorMemoryAllocation);
+  EXPECT_EQ(cuda_.finish(), "");
+}
+
+// What CUDA would crash at, or not say.
+TEST_F(FakeCudaTest, TellsOfMemoryThatIsGone) {
+  constexpr size_t kSize = 1 << 16;
+  const auto map = [] {
+    return ::mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  };
+  void* const copied = map();
+  cudaHostRegister(copied, kSize, cudaHostRegisterPortable);
+  cuda_.hold(a_);
+  cudaMemcpyAsync(copied, cuda_.allocate(0, kSize), kSize, cudaMemcpyDeviceToHost, a_);
+  ::munmap(copied, kSize);
+  cuda_.release(a_);
+  cuda_.settle();
+  cudaHostUnregister(copied);
+  EXPECT_EQ(cudaHostRegister(copied, kSize, cudaHostRegisterPortable), cudaErrorInvalidValue);
+  cudaGetLastError();
+  EXPECT_EQ(cuda_.finish(),
+            "memory was unmapped while a queued copy touches it\n"
+            "memory was unmapped while it was registered\n"
+            "memory was registered that is not there\n");
+}
+
+TEST_F(FakeCudaTest, TellsOfAStreamThatGoesWhileItIsWaitedFor) {
+  cudaStream_t stream;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  cuda_.hold(stream);
+  say(stream, "1");
+  auto waiter = std::async(std::launch::async, [&] { return cudaStreamSynchronize(stream); });
+  EXPECT_TRUE(cuda_.blocked(1));
+  cudaStreamDestroy(stream);
+  cuda_.release(stream);
+  EXPECT_EQ(waiter.get(), cudaSuccess);
+  EXPECT_EQ(cuda_.finish(), "a stream was destroyed while a thread waits for it\n");
+}
+
+// Any call makes a context on the thread's device, whatever device it is about.
+TEST_F(FakeCudaTest, ThreadsBeginWithDeviceZero) {
+  cudaSetDevice(1);
+  const cudaEvent_t event = make_event();
+  EXPECT_EQ(cuda_.contexts(), (std::set<int>{1}));
+  std::async(std::launch::async, [&] { cudaEventDestroy(event); }).get();
+  EXPECT_EQ(cuda_.contexts(), (std::set<int>{0, 1}));
 }
 
 TEST_F(FakeCudaTest, TellsOfMisuse) {

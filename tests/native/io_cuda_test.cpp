@@ -141,7 +141,7 @@ TEST_F(IoCudaTest, WritesFromSeveralDevices) {
 TEST_F(IoCudaTest, AFailedWriteLeavesNoFileAndAFitEngine) {
   for (const char* call : {"cudaMemcpyAsync", "cudaEventCreateWithFlags", "cudaEventRecord",
                            "cudaEventSynchronize", "cudaStreamCreateWithFlags", "cudaSetDevice",
-                           "cudaDeviceGetAttribute", "cudaHostRegister", "launch_pack"}) {
+                           "cudaDeviceGetAttribute", "cudaHostRegister", "cudaLaunchKernel"}) {
     Engine engine(small());
     const auto device = engine.cuda_device(0);
     const std::string bytes = random_bytes(random_, 10000);
@@ -161,7 +161,7 @@ TEST_F(IoCudaTest, AFailedWriteLeavesNoFileAndAFitEngine) {
     } catch (const CudaError& error) {
       const std::string text = error.what();
       EXPECT_NE(text.find("cudaErrorMemoryAllocation: out of memory"), std::string::npos) << text;
-      const std::string name = std::string(call) == "launch_pack" ? "the kernel" : call;
+      const std::string name = std::string(call) == "cudaLaunchKernel" ? "the kernel" : call;
       EXPECT_EQ(text.find(name), 0u) << text;
     }
     EXPECT_TRUE(cuda_.heal());
@@ -194,11 +194,78 @@ TEST_F(IoCudaTest, AReadWaitsForItsCopies) {
   cuda_.hold(from_host());
   const auto job = read(&engine, device, memory, bytes.size());
   auto run = beside([&] { job->run(); });
-  EXPECT_TRUE(cuda_.blocked(2));
+  EXPECT_TRUE(cuda_.queued(from_host(), 2));  // as many as there are slots
+  EXPECT_TRUE(cuda_.blocked(1));
   EXPECT_EQ(cuda_.pending_copies(from_host()), 2u);
   cuda_.release(from_host());
   run.get();
   EXPECT_EQ(difference(bytes_at(memory, bytes.size()), bytes), "");
+}
+
+// A thread that has read reads on while its copy is under way, as far as there are slots.
+TEST_F(IoCudaTest, AThreadReadsOnWhileItsCopiesAreUnderWay) {
+  Engine engine({4096, 4, 1, 0});
+  const auto device = engine.cuda_device(0);
+  device->to_host();
+  const std::string bytes = make_file(50 * 4096 + 1);
+  std::byte* const memory = cuda_.allocate(0, bytes.size());
+  cuda_.hold(from_host());
+  const auto job = read(&engine, device, memory, bytes.size());
+  auto run = beside([&] { job->run(); });
+  EXPECT_TRUE(cuda_.queued(from_host(), 4));
+  // Whoever needs a slot waits for the device, and for nobody else.
+  const std::string written = random_bytes(random_, 3 * 4096);
+  const std::string path = directory_.file("other");
+  const auto write = engine.start_write(path, unsynced());
+  Source source;
+  source.data = reinterpret_cast<const std::byte*>(written.data());
+  source.size = written.size();
+  write->add(nullptr, source);
+  cuda_.release(from_host());
+  write->finish();
+  run.get();
+  EXPECT_EQ(difference(bytes_at(memory, bytes.size()), bytes), "");
+  EXPECT_EQ(difference(read_file(path), written), "");
+}
+
+// All that was queued is over when a read fails, also on devices beside the one that failed.
+TEST_F(IoCudaTest, AFailedReadWaitsForItsCopies) {
+  Engine engine({65536, 2, 1, 0});
+  const std::shared_ptr<Device> devices[] = {engine.cuda_device(0), engine.cuda_device(1)};
+  for (const auto& device : devices) device->to_host();
+  make_file(200);
+  const auto job = engine.make_read(Direct::kAuto, true);
+  job->add_file(path_);
+  for (const int index : {0, 1}) {
+    Destination destination;
+    destination.data = cuda_.allocate(index, 100);
+    destination.device = devices[index];
+    job->add(0, index == 0 ? 0 : 100, 100, destination);
+  }
+  cuda_.hold(from_host());
+  cuda_.fail("cudaMemcpyAsync", 2);
+  auto run = beside([&] { job->run(); });
+  EXPECT_TRUE(cuda_.blocked(1));
+  EXPECT_EQ(cuda_.pending_copies(from_host()), 1u);
+  cuda_.release(from_host());
+  EXPECT_THROW(run.get(), CudaError);
+  EXPECT_TRUE(cuda_.heal());
+}
+
+TEST_F(IoCudaTest, TheEngineClosesWhileCopiesOfAReadAreUnderWay) {
+  auto engine = std::make_unique<Engine>(small());
+  const auto device = engine->cuda_device(0);
+  device->to_host();
+  const std::string bytes = make_file(50 * 4096 + 1);
+  std::byte* const memory = cuda_.allocate(0, bytes.size());
+  cuda_.hold(from_host());
+  const auto job = read(engine.get(), device, memory, bytes.size());
+  auto run = beside([&] { job->run(); });
+  EXPECT_TRUE(cuda_.queued(from_host(), 2));
+  engine->close();
+  EXPECT_EQ(cuda_.pending_copies(from_host()), 2u);
+  cuda_.release(from_host());
+  EXPECT_THROW(run.get(), EngineClosed);
 }
 
 // What the program still writes to the memory comes before what is read.

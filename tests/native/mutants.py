@@ -19,7 +19,9 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 WORK = ROOT / "build" / "native" / "mutants"
-FILTER = "StageCuda*:IoCuda*:ErrorCuda*:StageJob*:TransferBatch*"
+FILTER = (
+    "StageCuda*:IoCuda*:ErrorCuda*:CaptureCuda*:RegisterCuda*:PackCuda*:StageJob*:TransferBatch*"
+)
 # A mutant that hangs is given up after this; the tests themselves take a few seconds.
 TIMEOUT_S = 90
 
@@ -51,15 +53,31 @@ MUTANTS = (
     Mutant(
         "follow: a capture is not noticed",
         "device_cuda.cpp",
-        "if (capture != cudaStreamCaptureStatusNone) {",
+        "if (is_capturing(program)) {",
         "if (false) {",
     ),
     Mutant(
         "hold: the program does not wait",
         "device_cuda.cpp",
-        "check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), copies.event(), 0),\n"
-        '          "cudaStreamWaitEvent");',
-        "(void)stream, (void)copies;",
+        'check(cudaStreamWaitEvent(program, copies.event(), 0), "cudaStreamWaitEvent");',
+        "(void)copies;",
+    ),
+    Mutant(
+        "hold: a stream that captures is to wait",
+        "device_cuda.cpp",
+        "if (is_capturing(program)) return;",
+    ),
+    Mutant(
+        "captures are ended",
+        "device_cuda.cpp",
+        "check(cudaThreadExchangeStreamCaptureMode(&mode_), "
+        '"cudaThreadExchangeStreamCaptureMode");',
+    ),
+    Mutant(
+        "threads stay in another mode of capture",
+        "device_cuda.cpp",
+        "~Entry() { ignore(cudaThreadExchangeStreamCaptureMode(&mode_)); }",
+        "~Entry() = default;",
     ),
     Mutant(
         "a ticket is not recorded",
@@ -80,14 +98,71 @@ MUTANTS = (
     Mutant(
         "a ticket waits without a current device",
         "device_cuda.cpp",
-        "// Without a current device, waiting would make a context on device 0.\n"
-        '    check(cudaSetDevice(index_), "cudaSetDevice");',
+        "    const Entry entry(index_);\n    check(cudaEventSynchronize",
+        "    check(cudaEventSynchronize",
+    ),
+    Mutant(
+        "memory is registered without a current device",
+        "device_cuda.cpp",
+        "  const Entry entry(device);\n  // Portable",
+        "  (void)device;\n  // Portable",
+    ),
+    Mutant(
+        "things are given back without a current device",
+        "device_cuda.cpp",
+        "    const Entry entry(index);\n    function();",
+        "    (void)index;\n    function();",
+    ),
+    Mutant(
+        "prewarm makes no streams",
+        "device_cuda.cpp",
+        "    make_queues();\n    events_->fill(kEventsAtFirst);",
+        "    events_->fill(kEventsAtFirst);",
+    ),
+    Mutant(
+        "prewarm makes no events",
+        "device_cuda.cpp",
+        "    events_->fill(kEventsAtFirst);",
+    ),
+    Mutant(
+        "prewarm does not load the small kernel",
+        "device_cuda.cpp",
+        'check(load_pack(kPackTransfersSmall), "loading the kernel that packs small copies");',
+    ),
+    Mutant(
+        "prewarm does not load the large kernel",
+        "device_cuda.cpp",
+        "ignore(load_pack(kPackTransfers));",
+    ),
+    Mutant(
+        "copies go across registrations",
+        "device_cuda.cpp",
+        "cut(transfer, host, kRegistrationPiece, &pieces);",
+        "pieces.push_back(transfer);\n        (void)host;",
+    ),
+    Mutant(
+        "a block makes a copy alone",
+        "device_cuda.cpp",
+        "cut(transfer, transfer.to, kPackChunk, &small);",
+        "small.push_back(transfer);",
+    ),
+    Mutant(
+        "a driver that takes few parameters is an error",
+        "device_cuda.cpp",
+        "if (count > kPackTransfersSmall && is_refused(status)) {",
+        "if (false) {",
+    ),
+    Mutant(
+        "a refused launch leaves its error",
+        "device_cuda.cpp",
+        "        cudaGetLastError();\n        pack_capacity_",
+        "        pack_capacity_",
     ),
     Mutant(
         "the device is not made the current one",
         "device_cuda.cpp",
-        'check(cudaSetDevice(index_), "cudaSetDevice");\n    if (prepared_',
-        "if (prepared_",
+        'check(cudaSetDevice(index), "cudaSetDevice");',
+        "(void)index;",
     ),
     Mutant(
         "a ticket spins",
@@ -120,8 +195,45 @@ MUTANTS = (
     Mutant(
         "only the first small copies are launched",
         "device_cuda.cpp",
-        "i < small.size(); i += kPackTransfers",
-        "i < std::min(small.size(), kPackTransfers); i += kPackTransfers",
+        "for (size_t i = 0; i < small.size();) {",
+        "for (size_t i = 0; i < std::min(small.size(), kPackTransfers);) {",
+    ),
+    # pinned_buffer.cpp, arena.cpp
+    Mutant(
+        "memory is registered before its pages are there",
+        "pinned_buffer.cpp",
+        "  populate(registered_, size_ - registered_);",
+    ),
+    Mutant(
+        "memory is registered in one piece",
+        "pinned_buffer.cpp",
+        "const size_t end = piece_end(registered_);",
+        "const size_t end = size_;",
+    ),
+    Mutant(
+        "only the first piece is given back",
+        "pinned_buffer.cpp",
+        "at < registered_; at = piece_end(at)",
+        "at < registered_; at = size_",
+    ),
+    Mutant(
+        "an arena that registers answers nobody",
+        "arena.cpp",
+        "  if (pin_device != kNoDevice) region->segment_->pin(pin_device);",
+        "  std::lock_guard lock(mutex_);\n"
+        "  if (pin_device != kNoDevice) region->segment_->pin(pin_device);",
+    ),
+    Mutant(
+        "an arena that reserves answers nobody",
+        "arena.cpp",
+        "  for (const Part& part : parts) {",
+        "  std::lock_guard still(mutex_);\n  for (const Part& part : parts) {",
+    ),
+    Mutant(
+        "nobody waits for memory that is being made",
+        "arena.cpp",
+        "while (!region && growing_) {",
+        "while (false) {",
     ),
     # stage_job.cpp, engine.cpp
     Mutant(
@@ -236,9 +348,31 @@ MUTANTS = (
     Mutant(
         "a batch leaves what is beside an error",
         "transfer_batch.cpp",
-        "  for (const std::shared_ptr<Ticket>& ticket : tickets) {",
-        "  if (error) std::rethrow_exception(error);\n"
-        "  for (const std::shared_ptr<Ticket>& ticket : tickets) {",
+        "      error = std::current_exception();",
+        "      throw;",
+    ),
+    Mutant(
+        "a batch leaves what was queued before an error",
+        "transfer_batch.cpp",
+        "    try {\n      wait();\n    } catch (...) {",
+        "    try {\n    } catch (...) {",
+    ),
+    Mutant(
+        "a slot is read into before its copy is over",
+        "read_job.cpp",
+        "oldest.front().batch.wait();",
+    ),
+    Mutant(
+        "a read ends before its copies",
+        "read_job.cpp",
+        "    if (landings_.empty()) break;",
+        "    if (all_read()) break;",
+    ),
+    Mutant(
+        "a thread waits for its copies before it reads on",
+        "read_job.cpp",
+        "  batch.start_from_host();",
+        "  batch.start_from_host();\n  batch.wait();",
     ),
     Mutant(
         "a staged payload is written before it is there",

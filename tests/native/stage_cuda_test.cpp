@@ -195,7 +195,7 @@ TEST_F(StageCudaTest, SourcesStayWhileADeviceReadsThem) {
   cuda_.hold(copies);
   const auto owner = std::make_shared<int>(0);
   StageJob::Options options;
-  options.pin = true;
+  options.pin_device = 0;
   options.programs = {{device, program}};
   options.sources = owner;
   const auto job =
@@ -367,19 +367,57 @@ TEST_F(StageCudaTest, SeveralDevices) {
 // A context costs hundreds of megabytes; a process of a node makes none on its neighbours' devices.
 TEST_F(StageCudaTest, TouchesNoOtherDevice) {
   cudaSetDevice(1);
-  Engine engine(small());
-  const auto device = engine.cuda_device(1);
+  auto engine = std::make_unique<Engine>(small());
+  auto device = engine->cuda_device(1);
   const cudaStream_t program = cuda_.make_stream(1);
   std::vector<StageSource> sources;
   for (const bool guarded : {false, true}) {
     sources.push_back(source(device, on_device(1, "abc"), 3, guarded));
   }
-  const auto job = stage(&engine, sources, {{device, program}});
+  auto job = stage(engine.get(), sources, {{device, program}});
   job->hold(device, program);
   beside([&] { job->wait(); }).get();  // on a thread that never chose a device
   EXPECT_EQ(staged_bytes(*job, 1), "abc");
   beside([&] { job->release_regions(); }).get();
+  beside([&] {
+    job.reset();
+    device.reset();
+    engine.reset();
+  }).get();
   EXPECT_EQ(cuda_.contexts(), (std::set<int>{1}));
+}
+
+TEST_F(StageCudaTest, PrewarmingLeavesNothingToTheFirstSave) {
+  auto engine = std::make_unique<Engine>(EngineOptions{4096, 2, 2, 16 << 20});
+  // On a thread that never chose a device.
+  beside([&] { engine->prewarm(1 << 20, Arena::Kind::kPrivate, {1}); }).get();
+  EXPECT_EQ(cuda_.contexts(), (std::set<int>{1}));
+  const auto made = [&] {
+    return cuda_.calls("cudaHostRegister") + cuda_.calls("cudaStreamCreateWithFlags") +
+           cuda_.calls("cudaEventCreateWithFlags") + cuda_.loaded(true) + cuda_.loaded(false);
+  };
+  const size_t before = made();
+  cudaSetDevice(1);
+  const auto device = engine->cuda_device(1);
+  std::vector<StageSource> sources;
+  for (int i = 0; i < 500; ++i) {
+    sources.push_back(source(device, on_device(1, "abc"), 3, /*guarded=*/i % 3 == 0));
+  }
+  const auto job = stage(engine.get(), sources, {{device, cuda_.make_stream(1)}});
+  job->wait();
+  EXPECT_FALSE(cuda_.launches().empty());
+  EXPECT_EQ(made(), before);
+  EXPECT_EQ(engine->arena().held_bytes(), 2u << 20);
+}
+
+TEST_F(StageCudaTest, PrewarmsSeveralDevices) {
+  Engine engine(small());
+  engine.prewarm(1, Arena::Kind::kShared, {0, 1});
+  EXPECT_EQ(cuda_.live_streams(), 4u);
+  EXPECT_EQ(cuda_.loaded(true), 2u);
+  engine.prewarm(1, Arena::Kind::kShared, {});  // is there already
+  EXPECT_EQ(engine.arena().held_bytes(), 2u << 20);
+  EXPECT_THROW(engine.prewarm(1, Arena::Kind::kShared, {7}), CudaError);
 }
 
 TEST_F(StageCudaTest, TheSameMemoryIsCopiedOnce) {
@@ -401,9 +439,9 @@ TEST_F(StageCudaTest, RefusesAStreamThatCapturesAGraph) {
   Engine engine(small());
   const auto device = engine.cuda_device(0);
   const cudaStream_t program = cuda_.make_stream(0);
-  cuda_.capture(program, true);
+  cuda_.begin_capture(program);
   EXPECT_THROW(device->follow(program), CudaError);
-  cuda_.capture(program, false);
+  EXPECT_EQ(cuda_.end_capture(program), cudaSuccess);
   device->follow(program);
 }
 

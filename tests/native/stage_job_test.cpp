@@ -436,12 +436,14 @@ TEST(TransferBatchTest, WaitsForAllAlthoughOneFails) {
   batch.add(&bad, transfer(2));
   batch.add(&good, transfer(3));
   EXPECT_FALSE(batch.empty());
-  EXPECT_THROW(batch.copy_to_host(), CudaError);
+  batch.start_to_host();
+  EXPECT_THROW(batch.wait(), CudaError);
   EXPECT_EQ(to, "?b?d??");
   EXPECT_EQ(calls, 1);  // in one go
   EXPECT_TRUE(batch.empty());
   batch.add(&good, transfer(5));
-  batch.copy_from_host();
+  batch.start_from_host();
+  batch.wait();
   EXPECT_EQ(to, "?b?d?f");
 }
 
@@ -459,8 +461,9 @@ TEST(TransferBatchTest, WaitsForAllAlthoughOneIsRefused) {
                           1};
   batch.add(&good, transfer);
   batch.add(&bad, transfer);
-  EXPECT_THROW(batch.copy_to_host(), CudaError);
+  EXPECT_THROW(batch.start_to_host(), CudaError);
   EXPECT_EQ(to, 'x');
+  EXPECT_TRUE(batch.empty());
 }
 
 }  // namespace

@@ -144,6 +144,8 @@ class FakeDevice : public Device {
  public:
   explicit FakeDevice(std::function<void()> before_copy = nullptr);
   int index() const override { return 0; }
+  bool is_ready() const override { return true; }
+  void prepare() override {}
   std::shared_ptr<Ticket> copy_to_host(const std::vector<Transfer>& transfers) override;
   std::shared_ptr<Ticket> copy_from_host(const std::vector<Transfer>& transfers) override;
   void follow(Stream) override {}
