@@ -72,7 +72,8 @@ def tell_of_graphs(reason: str) -> None:
 def look_for_capture() -> None:
     """Tell of a CUDA graph that is being captured on the current stream."""
     # Asking for the stream would initialise CUDA.
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if initialized and torch.cuda.is_current_stream_capturing():
         tell_of_graphs("a CUDA graph is being captured that changes a state")
 
 
