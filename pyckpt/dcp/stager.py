@@ -93,6 +93,7 @@ class PinnedStager:
         self._in_flight: list[weakref.ref[Staging]] = []
         self._finisher: ThreadPoolExecutor | None = None
         self._failure: BaseException | None = None
+        guard.prepare()  # not at the first save, in the middle of training
         _stagers.add(self)
 
     # What DCP asks of an AsyncStager.
