@@ -123,11 +123,11 @@ class StockDefaultStager(Saver):
 
     name = "FileSystemWriter, DefaultStager"
 
-    def __init__(self, *, cuda: bool = False) -> None:
+    def __init__(self, *, cuda: bool = False, shared_memory: bool = True) -> None:
         self._stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=cuda,
-                use_shared_memory=True,
+                use_shared_memory=shared_memory,
                 use_async_staging=True,
                 use_non_blocking_copy=cuda,
             )
