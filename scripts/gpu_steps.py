@@ -177,7 +177,9 @@ def run_limited(command: Sequence[str], seconds: float) -> tuple[int | None, lis
     """Run a command; return its exit code, None where it ran past the limit, and the end of what it
     printed, which is printed here as it comes. At the limit it is asked to end, then killed with
     all that it started."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    # What was built here, whatever else is installed.
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
     process = subprocess.Popen(
         command,
         cwd=ROOT,
