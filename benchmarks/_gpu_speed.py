@@ -26,8 +26,9 @@ from _common import (
     zeros_like,
 )
 from _gpu_common import BARE, OURS, Setting, must_equal_on_device, tensors_of, timed_on_device
+from _savers import DefaultStagers, stagers_serve_once
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -92,9 +93,14 @@ def _measure_staging_of(setting: Setting, staging: Staging, rounds: int) -> None
         use_non_blocking_copy=setting.cuda,
     )
     peers: list[tuple[str, Any]] = [
-        (DEFAULT, DefaultStager(StagingOptions(False, False, False, False))),
-        (DEFAULT_ALL, DefaultStager(pinned)),
+        (DEFAULT, DefaultStagers(StagingOptions(False, False, False, False))),
+        (DEFAULT_ALL, DefaultStagers(pinned)),
     ]
+    if stagers_serve_once():
+        report.note(
+            f"DefaultStager of torch {torch.__version__} serves one save: each has another, which "
+            f"takes its memory anew"
+        )
     if setting.rival() is not None and setting.shared_memory_for(2 * total, RIVAL):
         from torch_checkpointing.staging import CheckpointStagerConfig
         from torch_checkpointing.staging import DefaultStager as RivalStager
