@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*.cu csrc/*.h)
 
-.PHONY: demo test check format format-check lint types native mutants cuda gpu clean help
+.PHONY: demo test check format format-check lint types native mutants package cuda gpu clean help
 
 help:
 	@echo "make demo    train, kill, resume: what pyckpt is for"
@@ -15,6 +15,7 @@ help:
 	@echo "make check   format, lint, types, tests, native tests under sanitizers, the CUDA build"
 	@echo "make native  the native tests, plain and under the sanitizers"
 	@echo "make mutants take waits out of the CUDA path: the native tests must notice"
+	@echo "make package pack the sources, build a wheel from the pack, install and use it elsewhere"
 	@echo "make cuda    compile and link with CUDA, in an environment of its own"
 	@echo "make gpu     on a machine with a GPU: build, tests marked cuda, sanitizers, benchmark"
 	@echo "make format  format the code"
@@ -38,7 +39,7 @@ demo: $(BIN)/.built
 test: $(BIN)/.built
 	$(BIN)/python -m pytest
 
-check: format-check lint types native test cuda
+check: format-check lint types native test package cuda
 
 format: $(BIN)/.built
 	$(BIN)/ruff format .
@@ -60,6 +61,9 @@ native:
 
 mutants:
 	$(PYTHON) tests/native/mutants.py
+
+package: $(BIN)/.built
+	PYTHON="$(BIN)/python" bash scripts/check_package.sh
 
 # Compiled and linked against a torch that has CUDA; running it takes a GPU.
 cuda:

@@ -5,36 +5,130 @@ DEBUG=1                assertions and symbols, no optimisation
 SANITIZE=address       or thread, undefined: with that sanitizer of the compiler
 """
 
-import os
-from pathlib import Path
+from __future__ import annotations
 
-import torch
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import setuptools
 from setuptools import setup
-from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
 HERE = Path(__file__).parent
+TORCH_MIN = (2, 9)
+SETUPTOOLS_MIN = 77  # as in pyproject.toml; older ones refuse that file with other words
+HOW = "pip install --no-build-isolation ."
+
+
+def fail(what: str) -> Any:
+    raise SystemExit(f"\npyckpt cannot be built: {what}\n")
+
+
+def release(version: str) -> tuple[int, int]:
+    """(2, 13) of 2.13.1+cu130."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    assert numbers is not None, version
+    return int(numbers[1]), int(numbers[2])
+
+
+if release(setuptools.__version__)[0] < SETUPTOOLS_MIN:
+    fail(
+        f"setuptools {setuptools.__version__} is too old. Run: pip install "
+        f'"setuptools>={SETUPTOOLS_MIN}" ninja, then again: {HOW}'
+    )
+
+# Sources are packed without torch: what they are built with is another's choice.
+if any(command in sys.argv[1:] for command in ("sdist", "egg_info")):
+    setup(install_requires=[f"torch>={TORCH_MIN[0]}.{TORCH_MIN[1]}"])
+    sys.exit()
+
+try:
+    import torch
+except ImportError:
+    fail(
+        "its extension is built against the torch that will run it, and this environment has none. "
+        f"Install torch {TORCH_MIN[0]}.{TORCH_MIN[1]} or later (https://pytorch.org), then: {HOW}"
+    )
+if release(torch.__version__) < TORCH_MIN:
+    fail(
+        f"torch {torch.__version__} is older than {TORCH_MIN[0]}.{TORCH_MIN[1]}. Update torch, "
+        f"then: {HOW}"
+    )
+
+from torch.utils.cpp_extension import (  # noqa: E402
+    CUDA_HOME,
+    BuildExtension,
+    CppExtension,
+    CUDAExtension,
+)
+
+
+def nvcc() -> Path | None:
+    path = Path(CUDA_HOME or "/nowhere") / "bin" / "nvcc"
+    return path if path.exists() else None
 
 
 def with_cuda() -> bool:
     choice = os.environ.get("PYCKPT_CUDA", "auto")
     if choice not in ("auto", "0", "1"):
-        raise SystemExit(f"PYCKPT_CUDA must be auto, 0 or 1, not {choice!r}")
+        fail(f"PYCKPT_CUDA must be auto, 0 or 1, not {choice!r}")
     missing = [
         reason
         for reason, is_missing in (
             (f"torch {torch.__version__} was built without CUDA", torch.version.cuda is None),
-            ("no CUDA toolkit was found (set CUDA_HOME)", CUDA_HOME is None),
+            ("no CUDA toolkit with nvcc was found (set CUDA_HOME)", nvcc() is None),
         )
         if is_missing
     ]
     if choice == "1" and missing:
-        raise SystemExit(f"PYCKPT_CUDA=1, but {' and '.join(missing)}")
+        fail(f"PYCKPT_CUDA=1, but {' and '.join(missing)}")
+    if choice == "auto" and torch.version.cuda is not None and missing:
+        print(
+            f"pyckpt: {' and '.join(missing)}, so the extension is built WITHOUT CUDA and cannot "
+            f"save from a GPU asynchronously",
+            file=sys.stderr,
+        )
     return choice != "0" and not missing
 
 
+def check_toolkit() -> None:
+    compiler = nvcc()
+    assert compiler is not None
+    assert torch.version.cuda is not None
+    said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    found = re.search(r"release (\d+\.\d+)", said.stdout)
+    if found and release(found[1])[0] != release(torch.version.cuda)[0]:
+        fail(
+            f"{compiler} is of CUDA {found[1]}, and torch {torch.__version__} of CUDA "
+            f"{torch.version.cuda}. Set CUDA_HOME to a toolkit of CUDA {torch.version.cuda}, or "
+            f"PYCKPT_CUDA=0 to build without CUDA"
+        )
+
+
+def check_compiler() -> None:
+    compiler = os.environ.get("CXX") or "c++"
+    if shutil.which(compiler.split()[0]) is None:
+        fail(
+            f"there is no C++ compiler {compiler!r}. Install one (Debian: apt-get install g++; "
+            f"Fedora: dnf install gcc-c++), or name it in CXX"
+        )
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        fail(
+            f"{header} is missing. Install Python's headers (Debian: apt-get install python3-dev; "
+            f"Fedora: dnf install python3-devel)"
+        )
+
+
 def flags() -> tuple[list[str], list[str]]:
-    # Torch's own headers use one harmless feature of C++20.
-    compile_flags = ["-std=c++17", "-Wall", "-Wno-c++20-extensions", "-fvisibility=hidden"]
+    # Torch names the C++ standard that its headers take: 17, later 20. In 17, they use one harmless
+    # feature of 20.
+    compile_flags = ["-Wall", "-Wno-c++20-extensions", "-fvisibility=hidden"]
     link_flags: list[str] = []
     compile_flags += ["-O0", "-g"] if os.environ.get("DEBUG") == "1" else ["-O3"]
     if sanitizer := os.environ.get("SANITIZE"):
@@ -51,6 +145,25 @@ def name_architectures() -> None:
 
 
 cuda = with_cuda()
+
+
+class Build(BuildExtension):  # type: ignore[misc]
+    """Writes down what the extension was built against, beside the extension: importing compares it
+    with the torch that it finds, before it loads the extension."""
+
+    def run(self) -> None:
+        check_compiler()
+        if cuda:
+            check_toolkit()
+        super().run()
+        package = HERE if self.inplace else Path(self.build_lib)
+        (package / "pyckpt" / "_build.py").write_text(
+            '"""Written by setup.py."""\n\n'
+            f"torch_version = {str(torch.__version__)!r}\n"
+            f"cuda_version = {torch.version.cuda if cuda else None!r}\n"
+        )
+
+
 compile_flags, link_flags = flags()
 sources = sorted(str(path.relative_to(HERE)) for path in (HERE / "csrc").glob("*.cpp"))
 if cuda:
@@ -59,22 +172,17 @@ if cuda:
 else:
     sources = [source for source in sources if not source.endswith("_cuda.cpp")]
 
-# What importing compares with the torch it finds, before it loads the extension.
-(HERE / "pyckpt" / "_build.py").write_text(
-    '"""Written by setup.py."""\n\n'
-    f"torch_version = {str(torch.__version__)!r}\n"
-    f"cuda_version = {torch.version.cuda if cuda else None!r}\n"
-)
-
 setup(
+    # Torch keeps its C++ interface within a minor release: what was built takes that one alone.
+    install_requires=["torch=={}.{}.*".format(*release(torch.__version__))],
     ext_modules=[
         (CUDAExtension if cuda else CppExtension)(
             "pyckpt._C",
             sources,
             define_macros=[("PYCKPT_CUDA", None)] if cuda else [],
-            extra_compile_args={"cxx": compile_flags, "nvcc": ["-std=c++17", "-O3"]},
+            extra_compile_args={"cxx": compile_flags, "nvcc": ["-O3"]},
             extra_link_args=link_flags,
         )
     ],
-    cmdclass={"build_ext": BuildExtension},
+    cmdclass={"build_ext": Build},
 )

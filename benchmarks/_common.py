@@ -201,9 +201,13 @@ def interleave(
     console: Console,
     title: str,
     quiet: bool = False,
+    deadline: float = math.inf,
+    after_round: Callable[[dict[str, list[Sample]]], None] = lambda samples: None,
 ) -> dict[str, list[Sample]]:
     """Run each variant once for its check, then all of them in every round, in an order that is
-    rotated by one from round to round. ``before`` is called before each run."""
+    rotated by one from round to round. ``before`` is called before each run. ``after_round`` is
+    given what there is so far. There is one round in any case, and no further one that would last
+    beyond the ``deadline`` (of ``time.monotonic``)."""
     samples: dict[str, list[Sample]] = {variant.name: [] for variant in variants}
     console.print(f"[bold]{title}[/]")
     for variant in variants:
@@ -212,6 +216,7 @@ def interleave(
         variant.check()
         variant.clean()
     for number in range(rounds):
+        round_start = time.monotonic()
         at = number % len(variants)
         for variant in [*variants[at:], *variants[:at]]:
             before()
@@ -222,6 +227,11 @@ def interleave(
             variant.clean()
         if not quiet:
             console.print(f"  round {number + 1} of {rounds}", style="dim")
+        after_round(samples)
+        now = time.monotonic()
+        if number + 1 < rounds and now + (now - round_start) > deadline:
+            console.print(f"  no time for more than {number + 1} of {rounds} rounds")
+            break
     return samples
 
 
@@ -372,11 +382,21 @@ class Report:
         table.add_column("", no_wrap=True)
         for target in self.targets:
             table.add_row(*target.row())
-        self.console.print(table)
-        if output is None:
-            return
+        if self.targets:
+            self.console.print(table)
+        if output is not None:
+            self.write(output)
+            self.console.print(f"written: {os.path.relpath(output)}")
+
+    def write(self, output: Path) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        content = {
+        # Never half a file, whenever the run is cut off.
+        temporary = output.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.content(), indent=1) + "\n")
+        temporary.replace(output)
+
+    def content(self) -> dict[str, Any]:
+        return {
             "benchmark": self.name,
             "machine": self.machine,
             "parameters": self.parameters,
@@ -400,8 +420,6 @@ class Report:
                 for group, variants in self.results.items()
             },
         }
-        output.write_text(json.dumps(content, indent=1) + "\n")
-        self.console.print(f"written: {os.path.relpath(output)}")
 
 
 def gigabytes_per_second(size: int) -> tuple[str, Callable[[float], float]]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from _common import MIB, Report, Sample, State, WrongBytes
+from _common import MIB, Report, Sample, State, Variant, WrongBytes, interleave
 from _savers import Saver, Stock, StockDefaultStager, TorchCheckpointing
 from torch import Tensor, nn
 from torch.nn import functional
@@ -69,7 +70,8 @@ SMOKE = Scale(
 
 
 def scale_of(device: torch.device) -> Scale:
-    """What fits this GPU and this host, up to what the issue of the GPU suite asks for."""
+    """What fits this GPU and this host, up to a state of 16 GiB and a model of 1.4 billion
+    parameters."""
     free, _ = torch.cuda.mem_get_info(device)
     host = available_memory()
     # Ours, DefaultStager's and the bare copy's pinned memory are there at a time, and page cache.
@@ -98,6 +100,14 @@ def scale_of(device: torch.device) -> Scale:
     )
 
 
+def shared_memory_free() -> int:
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize
+
+
 def available_memory() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -116,9 +126,10 @@ class Setting:
     scale: Scale
     deadline: float
     """By ``time.monotonic``: what does not fit before it is left out, with a note."""
-    rival: TorchCheckpointing | None = None
     traces: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     """Step times of training, for the plots: saver -> phase -> milliseconds."""
+    _rival: TorchCheckpointing | None = None
+    _rival_was_tried: bool = False
 
     @property
     def cuda(self) -> bool:
@@ -154,15 +165,72 @@ class Setting:
         self.report.note(f"left out for want of time ({left:.0f} s are left): {what}")
         return False
 
-    def peers(self) -> list[Saver]:
-        """Others, with all that this device offers. Who calls closes them, but the rival."""
-        rivals: list[Saver] = [] if self.rival is None else [self.rival]
-        return [Stock(), StockDefaultStager(cuda=self.cuda), *rivals]
+    def measure(
+        self,
+        group: str,
+        variants: Sequence[Variant],
+        *,
+        title: str,
+        rounds: int,
+        before: Callable[[], None],
+        quiet: bool = True,
+    ) -> None:
+        """`interleave` into the report: what there is after each round, until time is up."""
+        interleave(
+            variants,
+            rounds,
+            before=before,
+            console=self.report.console,
+            title=title,
+            quiet=quiet,
+            deadline=self.deadline,
+            after_round=lambda samples: self.report.add(group, samples),
+        )
+
+    def rival(self) -> TorchCheckpointing | None:
+        """torch_checkpointing, where it is installed and can save here."""
+        if not self._rival_was_tried:
+            self._rival_was_tried = True
+            reason = "torch_checkpointing: not in a walk through the code"
+            if self.cuda:
+                self._rival, reason = TorchCheckpointing.where_it_runs(self.directory, cuda=True)
+            if self._rival is None:
+                self.report.note(f"left out: {reason}")
+        return self._rival
+
+    def shared_memory_for(self, nbytes: int, who: str) -> bool:
+        """Whether /dev/shm has room for a copy of so many bytes. To write beyond its end is death
+        by SIGBUS."""
+        free = shared_memory_free()
+        if nbytes * 5 // 4 < free:
+            return True
+        self.report.note(
+            f"{who}: without shared memory: /dev/shm has {free / 1e9:.1f} GB free for a state of "
+            f"{nbytes / 1e9:.1f} GB"
+        )
+        return False
+
+    def peers(self, nbytes: int) -> list[Saver]:
+        """Others, with all that this device offers for a state of so many bytes. Who calls gives
+        them to `close_peers`."""
+        stagers = StockDefaultStager(
+            cuda=self.cuda, shared_memory=self.shared_memory_for(nbytes, StockDefaultStager.name)
+        )
+        peers: list[Saver] = [Stock(), stagers]
+        rival = self.rival()
+        # It saves from another process, and so from shared memory alone.
+        if rival is not None and self.shared_memory_for(2 * nbytes, rival.name):
+            peers.append(rival)
+        return peers
 
     def close_peers(self, peers: list[Saver]) -> None:
         for peer in peers:
-            if peer is not self.rival:
+            if peer is not self._rival:
                 peer.close()
+
+    def close(self) -> None:
+        if self._rival is not None:
+            self._rival.close()
 
 
 @contextmanager

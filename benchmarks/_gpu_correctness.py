@@ -36,7 +36,7 @@ def measure_torn(setting: Setting) -> None:
     for parameter in tensors.values():
         parameter.grad = torch.full_like(parameter, -1)
     engine = pyckpt.Engine(max_pinned_bytes=2 * nbytes(state) + 256 * MIB)
-    peers = setting.peers()
+    peers = setting.peers(nbytes(state))
     savers: list[Saver] = [
         Ours(engine=engine, optimizers=[optimizer], name=f"{OURS}, guarded"),
         Ours(engine=engine, name=OURS),

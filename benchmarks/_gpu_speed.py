@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,15 @@ from _common import (
     Variant,
     drop_page_cache,
     gigabytes_per_second,
-    interleave,
     nbytes,
     remove,
     set_zero,
     zeros_like,
 )
 from _gpu_common import BARE, OURS, Setting, must_equal_on_device, tensors_of, timed_on_device
+from _savers import DefaultStagers, stagers_serve_once
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -46,57 +47,73 @@ def _milliseconds(seconds: float) -> float:
 # --- staging ----------------------------------------------------------------------------------
 
 
-def measure_staging(setting: Setting) -> None:
+@dataclass(frozen=True)
+class Staging:
+    """A state to copy out of the GPU, and what is asked of that."""
+
+    name: str
+    count: int
+    size: int
+    """Bytes of a tensor."""
+    at_least: float | None = None
+    """Speed over that of the bare copy."""
+    at_most_ms: float | None = None
+    """Until the copies are there."""
+
+
+def measure_staging_large(setting: Setting) -> None:
+    count, total = setting.scale.large_tensors, setting.scale.staging_bytes
+    _measure_staging_of(setting, Staging("large", count, total // count, at_least=0.95), 3)
+
+
+def measure_staging_small(setting: Setting) -> None:
     scale = setting.scale
-    host = torch.empty(scale.staging_bytes, dtype=torch.uint8, pin_memory=setting.cuda)
-    groups = (
-        ("large", scale.large_tensors, scale.staging_bytes // scale.large_tensors, 0.95),
-        ("small", scale.small_tensors, scale.small_tensor_bytes, 0.8),
-        ("many", scale.small_tensors, scale.staging_bytes // scale.small_tensors, 0.8),
-    )
-    for group, count, size, target in groups:
-        if setting.time_for(60, f"staging of {count:,} tensors of {size:,} bytes"):
-            _measure_staging_of(setting, f"staging {group}", count, size, target, host)
+    staging = Staging("small", scale.small_tensors, scale.small_tensor_bytes, at_most_ms=40)
+    _measure_staging_of(setting, staging, scale.rounds)
 
 
-def _measure_staging_of(
-    setting: Setting, group: str, count: int, size: int, target: float, host: torch.Tensor
-) -> None:
-    report = setting.report
-    state = tensors_of(setting, count, size)
+def measure_staging_many(setting: Setting) -> None:
+    count, total = setting.scale.small_tensors, setting.scale.staging_bytes
+    _measure_staging_of(setting, Staging("many", count, total // count, at_least=0.9), 3)
+
+
+def _measure_staging_of(setting: Setting, staging: Staging, rounds: int) -> None:
+    report, count, group = setting.report, staging.count, f"staging {staging.name}"
+    state = tensors_of(setting, count, staging.size)
     total = nbytes(state)
-    variants = [_bare_variant(setting, total, host)]
+    variants = [_bare_variant(setting, total)]
     engine = pyckpt.Engine(max_pinned_bytes=total + count * 4096 + 256 * MIB)
     stager = pyckpt.PinnedStager(engine=engine)
     _measure_registration(setting, group, state, stager)
     variants.append(_staging_variant(setting, OURS, state, stager.stage))
     pinned = StagingOptions(
         use_pinned_memory=setting.cuda,
-        use_shared_memory=True,
+        use_shared_memory=setting.shared_memory_for(total, DEFAULT_ALL),
         use_async_staging=True,
         use_non_blocking_copy=setting.cuda,
     )
     peers: list[tuple[str, Any]] = [
-        (DEFAULT, DefaultStager(StagingOptions(False, False, False, False))),
-        (DEFAULT_ALL, DefaultStager(pinned)),
+        (DEFAULT, DefaultStagers(StagingOptions(False, False, False, False))),
+        (DEFAULT_ALL, DefaultStagers(pinned)),
     ]
-    if setting.rival is not None:
+    if stagers_serve_once():
+        report.note(
+            f"DefaultStager of torch {torch.__version__} serves one save: each has another, which "
+            f"takes its memory anew"
+        )
+    if setting.rival() is not None and setting.shared_memory_for(2 * total, RIVAL):
         from torch_checkpointing.staging import CheckpointStagerConfig
         from torch_checkpointing.staging import DefaultStager as RivalStager
 
         peers.append((RIVAL, RivalStager(CheckpointStagerConfig())))
     variants += [_staging_variant(setting, name, state, peer.stage) for name, peer in peers]
     try:
-        report.add(
+        setting.measure(
             group,
-            interleave(
-                variants,
-                setting.scale.rounds,
-                before=setting.synchronize,
-                console=report.console,
-                title=f"{group}: {count:,} tensors, {total / 1e9:.2f} GB",
-                quiet=True,
-            ),
+            variants,
+            rounds=min(rounds, setting.scale.rounds),
+            before=setting.synchronize,
+            title=f"{group}: {count:,} tensors, {total / 1e9:.2f} GB",
         )
     finally:
         for _, peer in peers:
@@ -108,24 +125,33 @@ def _measure_staging_of(
         group,
         {"seconds": gigabytes_per_second(total), "blocked_seconds": ("blocked ms", _milliseconds)},
     )
-    report.target(
-        f"{group}: GB/s over that of the {BARE}",
-        report.ratio(group, BARE, OURS),
-        at_least=target,
-    )
+    if staging.at_least is not None:
+        report.target(
+            f"{group}: GB/s over that of the {BARE}",
+            report.ratio(group, BARE, OURS),
+            at_least=staging.at_least,
+        )
+    if staging.at_most_ms is not None:
+        seconds = report.median(group, OURS)
+        report.target(
+            f"{group}: until the copies are there",
+            None if seconds is None else _milliseconds(seconds),
+            at_most=staging.at_most_ms,
+            unit="ms",
+        )
     blocked = report.median(group, OURS, "blocked_seconds")
     report.target(
-        f"{group}: blocked, a thousand tensors",
-        None if blocked is None else _milliseconds(blocked) / max(1.0, count / 1000),
-        at_most=2,
-        unit="ms",
+        f"{group}: blocked, a tensor",
+        None if blocked is None else blocked * 1e6 / max(1000, count),
+        at_most=1.5,
+        unit="us",
     )
 
 
-def _bare_variant(setting: Setting, total: int, host: torch.Tensor) -> Variant:
+def _bare_variant(setting: Setting, total: int) -> Variant:
     """One copy of as many bytes: what the bus can do."""
     source = torch.ones(total, dtype=torch.uint8, device=setting.device)
-    target = host[:total] if total <= host.numel() else torch.empty_like(source, device="cpu")
+    target = torch.empty(total, dtype=torch.uint8, pin_memory=setting.cuda)
     return Variant(
         BARE,
         run=lambda: timed_on_device(setting, lambda: target.copy_(source, non_blocking=True)),
@@ -231,11 +257,9 @@ STOCK_THREADS = (1, 4)
 
 def measure_storage(setting: Setting) -> None:
     """Synchronous saves and loads of a state on the device."""
-    if not setting.time_for(45, "writing and loading"):
-        return
     state = tensors_of(setting, 64, setting.scale.storage_bytes // 64)
-    _measure_write(setting, state)
     _measure_load(setting, state)
+    _measure_write(setting, state)
 
 
 def _measure_write(setting: Setting, state: State) -> None:
@@ -267,15 +291,13 @@ def _measure_write(setting: Setting, state: State) -> None:
         run=lambda: timed_on_device(setting, lambda: _bare_write(path, size)),
         clean=lambda: remove(path),
     )
-    report.add(
+    setting.measure(
         "write",
-        interleave(
-            [bare, *(variant(*item) for item in writers.items())],
-            min(2, setting.scale.rounds),
-            before=os.sync,
-            console=report.console,
-            title=f"dcp.save of {size / 1e9:.2f} GB on the device, fsync",
-        ),
+        [bare, *(variant(*item) for item in writers.items())],
+        rounds=min(2, setting.scale.rounds),
+        before=os.sync,
+        title=f"dcp.save of {size / 1e9:.2f} GB on the device, fsync",
+        quiet=False,
     )
     report.table("Writing", "write", {"seconds": gigabytes_per_second(size)})
     best = report.best("write", [_stock(threads) for threads in STOCK_THREADS])
@@ -313,15 +335,13 @@ def _measure_load(setting: Setting, state: State) -> None:
     bare = Variant(
         BARE_DISK, run=lambda: timed_on_device(setting, lambda: _bare_read(bare_file, size))
     )
-    report.add(
+    setting.measure(
         "load",
-        interleave(
-            [bare, *(variant(*item) for item in loaders.items())],
-            min(2, setting.scale.rounds),
-            before=lambda: drop_page_cache(setting.directory),
-            console=report.console,
-            title=f"loading {size / 1e9:.2f} GB to the device, page cache dropped",
-        ),
+        [bare, *(variant(*item) for item in loaders.items())],
+        rounds=min(2, setting.scale.rounds),
+        before=lambda: drop_page_cache(setting.directory),
+        title=f"loading {size / 1e9:.2f} GB to the device, page cache dropped",
+        quiet=False,
     )
     remove(path)
     remove(bare_file)
@@ -390,16 +410,12 @@ def measure_offload(setting: Setting) -> None:
     # Copies of one's own to compare with, or the loop above would move them, too.
     expected = {g: {n: t.clone() for n, t in ts.items()} for g, ts in expected.items()}
     try:
-        report.add(
+        setting.measure(
             "offload",
-            interleave(
-                variants,
-                setting.scale.rounds,
-                before=setting.synchronize,
-                console=report.console,
-                title=f"AdamW's state, {size / 1e9:.2f} GB, out and back",
-                quiet=True,
-            ),
+            variants,
+            rounds=setting.scale.rounds,
+            before=setting.synchronize,
+            title=f"AdamW's state, {size / 1e9:.2f} GB, out and back",
         )
     finally:
         offloader.close()

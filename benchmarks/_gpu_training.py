@@ -123,7 +123,7 @@ def measure_training(setting: Setting) -> None:
     slow = size / _SLOWEST_SAVE_BYTES_PER_SECOND
     engine = pyckpt.Engine(max_pinned_bytes=size + 512 * MIB)
     ours = Ours(engine=engine, optimizers=[training.optimizer], name=OURS)
-    peers = setting.peers()
+    peers = setting.peers(nbytes(state))
     try:
         for saver in (ours, *peers):
             is_ours = saver is ours
@@ -167,6 +167,12 @@ def measure_training(setting: Setting) -> None:
             "worst_during_ms": ("worst ms", float),
             "after_ms": ("after ms", float),
         },
+    )
+    tokens = report.median("training", OURS, "tokens_lost")
+    report.target(
+        "training: tokens lost in a save, over those of a step",
+        None if tokens is None else tokens / training.tokens,
+        at_most=0.01,
     )
     during, before = (
         report.median("training", OURS, f"{when}_ms") for when in ("during", "before")
@@ -264,7 +270,7 @@ def measure_syncs(setting: Setting) -> None:
     state = training_state(training.model, training.optimizer)
     engine = pyckpt.Engine(max_pinned_bytes=nbytes(state) + 256 * MIB)
     ours = Ours(engine=engine, optimizers=[training.optimizer], name=OURS)
-    peers = setting.peers()
+    peers = setting.peers(nbytes(state))
     try:
         for saver in (ours, *peers):
             saver.prewarm(state)

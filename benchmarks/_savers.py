@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import mmap
@@ -118,16 +119,53 @@ class Stock(Saver):
         return Pending(future)
 
 
+@functools.cache
+def stagers_serve_once() -> bool:
+    """Whether DefaultStager fails at its second call, as it does in torch 2.11, whose `stage` ends
+    with what belongs into `close`."""
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    try:
+        for _ in range(2):
+            stager.stage({"weight": torch.zeros(1)})
+    except KeyError:
+        return True
+    finally:
+        stager.close()
+    return False
+
+
+class DefaultStagers:
+    """DefaultStager, kept from save to save; or, where it serves once, another for each save, which
+    takes its memory anew, as it does in a program."""
+
+    def __init__(self, options: StagingOptions) -> None:
+        self._options = options
+        self._stager: DefaultStager | None = None
+
+    def take(self) -> DefaultStager:
+        if self._stager is None or stagers_serve_once():
+            self.close()
+            self._stager = DefaultStager(self._options)
+        return self._stager
+
+    def stage(self, state: Any) -> Any:
+        return self.take().stage(state)
+
+    def close(self) -> None:
+        if self._stager is not None:
+            self._stager.close()
+
+
 class StockDefaultStager(Saver):
     """FileSystemWriter, and DefaultStager with all options that the device offers."""
 
     name = "FileSystemWriter, DefaultStager"
 
-    def __init__(self, *, cuda: bool = False) -> None:
-        self._stager = DefaultStager(
+    def __init__(self, *, cuda: bool = False, shared_memory: bool = True) -> None:
+        self._stagers = DefaultStagers(
             StagingOptions(
                 use_pinned_memory=cuda,
-                use_shared_memory=True,
+                use_shared_memory=shared_memory,
                 use_async_staging=True,
                 use_non_blocking_copy=cuda,
             )
@@ -135,12 +173,15 @@ class StockDefaultStager(Saver):
 
     def start(self, state: Any, path: Path) -> Pending:
         response: Any = async_save(
-            state, storage_writer=FileSystemWriter(path), async_stager=self._stager, no_dist=True
+            state,
+            storage_writer=FileSystemWriter(path),
+            async_stager=self._stagers.take(),
+            no_dist=True,
         )
         return Pending(response.upload_completion, response.staging_completion)
 
     def close(self) -> None:
-        self._stager.close()
+        self._stagers.close()
 
 
 class TorchCheckpointing(Saver):

@@ -8,17 +8,28 @@ were given (ZeroRedundancyOptimizer, Accelerate), and a step that waits in vain 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import weakref
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pyckpt.locks import fork_safe_lock
 
-__all__ = ["Guarded", "add", "discard", "hold", "look_for_capture", "tell_of_graphs", "watch"]
+__all__ = [
+    "Guarded",
+    "add",
+    "before_steps",
+    "discard",
+    "hold",
+    "look_for_capture",
+    "tell_of_graphs",
+    "watch",
+]
 
 _logger = logging.getLogger("pyckpt")
 
@@ -34,7 +45,26 @@ class Guarded(Protocol):
 _lock = fork_safe_lock()
 # Replaced, never changed, so that it is read without the lock.
 _guarded: tuple[weakref.ref[Guarded], ...] = ()
-_handle: Any = None
+
+
+def before_steps(hook: Callable[[object, object, object], None]) -> None:
+    """Call ``hook(optimizer, args, kwargs)`` before every step of every optimizer, for good: torch
+    may be on its way through the hooks of a step, in another thread, and then none may be removed.
+
+    Dynamo does not look into the hook. Or else it would compile steps for what the hook finds at
+    that moment, again for each other thing that it finds, and give them up after a few.
+    """
+    # This imports dynamo, unless there has been an optimizer: making one imports it, too.
+    hidden = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    register_optimizer_step_pre_hook(hidden)
+
+
+@functools.cache
+def watch() -> None:
+    """Look at all steps from now on. Whoever has optimizers calls this before there are copies: a
+    step that is captured in a CUDA graph calls the hook at its capture, and never again; and a step
+    that is compiled after this is not compiled again for the first save's sake."""
+    before_steps(_before_step)
 
 
 def add(copies: Guarded) -> None:
@@ -43,15 +73,6 @@ def add(copies: Guarded) -> None:
     watch()
     with _lock:
         _guarded = (*(ref for ref in _guarded if ref() is not None), weakref.ref(copies))
-
-
-def watch() -> None:
-    """Look at all steps from now on. Who has optimizers calls this before there are copies: a step
-    that is captured in a CUDA graph calls the hook then, and never again."""
-    global _handle
-    with _lock:
-        if _handle is None:
-            _handle = register_optimizer_step_pre_hook(_before_step)
 
 
 _told: set[str] = set()
@@ -81,8 +102,6 @@ def discard(copies: Guarded) -> None:
     """Let steps go. Does nothing for copies that are not held."""
     global _guarded
     with _lock:
-        # The hook stays: torch may be on its way through the hooks of a step, in another thread,
-        # and then none may be removed.
         _guarded = tuple(ref for ref in _guarded if ref() not in (copies, None))
 
 

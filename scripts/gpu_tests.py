@@ -18,6 +18,7 @@ class Count:
     def __init__(self) -> None:
         self.ran = 0
         self.skipped: list[str] = []
+        """What did not run, and why."""
         self._root = Path()
 
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -27,22 +28,33 @@ class Count:
         # A module that is skipped as a whole never tells its marks.
         path = self._root / report.nodeid
         if report.skipped and path.suffix == ".py" and "mark.cuda" in path.read_text():
-            self.skipped.append(report.nodeid)
+            self.skipped.append(_why(report.nodeid, report.longrepr))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped:
-            self.skipped.append(report.nodeid)
+            self.skipped.append(_why(report.nodeid, report.longrepr))
         elif report.when == "call":
             self.ran += 1
+
+
+def _why(name: str, reason: object) -> str:
+    return f"{name}: {reason[2] if isinstance(reason, tuple) else reason}"
 
 
 def main(arguments: list[str]) -> int:
     root = Path(__file__).resolve().parent.parent
     os.chdir(root)
-    sys.path.insert(0, str(root))  # built in place, not installed
+    # Built in place, not installed; for processes that tests start, too.
+    sys.path.insert(0, str(root))
+    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     os.environ["PYCKPT_REQUIRE_CUDA"] = "1"
     count = Count()
-    code = pytest.main(["-m", "cuda", "-p", "pyckpt_pytest", *arguments], plugins=[count])
+    # What torch warns of on this machine alone is printed, and does not take the tests away.
+    options = ["-m", "cuda", "-p", "pyckpt_pytest", "-W", "default"]
+    code = pytest.main([*options, *arguments], plugins=[count])
+    if "--collect-only" in arguments:
+        return int(code)
     print(f"tests on the GPU: {count.ran} ran, {len(count.skipped)} skipped")
     if count.skipped:
         print("skipped, which counts as failed:", *count.skipped, sep="\n  ")

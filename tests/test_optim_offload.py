@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed.checkpoint as dcp
 from _staging import check_saved, engine, frozen, slowed, writer_to
 from torch import Tensor, UntypedStorage
@@ -107,6 +108,30 @@ def steps(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def nbytes(tensors: list[Tensor]) -> list[int]:
     return [tensor.untyped_storage().nbytes() for tensor in tensors]
+
+
+# Of torch itself, when it first traces a step.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_rounds_are_no_reason_to_compile_again(backend: LateBackend) -> None:
+    """More rounds than dynamo compiles a function for; the compiled steps wait all the same."""
+    torch._dynamo.reset()
+    params, optimizer = trained(2)
+    expected, stays = trained(2)
+    offloader = Offloader(optimizer)
+    compiled: Any = torch.compile(optimizer.step, backend="eager")
+    for _ in range(3):
+        compiled()
+        stays.step()
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(torch._dynamo.config.recompile_limit + 2):
+            with offloader:
+                pass
+            compiled()
+            stays.step()
+    assert not torch._dynamo.utils.counters["frames"]
+    assert backend.done == len(backend.queue)
+    torch.testing.assert_close(params, expected)
 
 
 def test_a_round_is_bit_exact_and_frees_the_memory(backend: LateBackend) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _forks import status_of_child
@@ -135,6 +136,61 @@ def test_several_optimizers(tmp_path: Path, small_engine: pyckpt.Engine) -> None
                 optimizer.step()
         future.result()
         check_saved(before, tmp_path / str(turn))
+
+
+def compiled_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    step: Any = torch.compile(optimizer.step, backend="eager")
+
+    def train() -> None:
+        give_gradients(model)
+        step()
+
+    return train
+
+
+def compiled_loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """All of a training step compiled, as one function."""
+
+    def train() -> None:
+        optimizer.zero_grad()
+        loss = sum(parameter.square().sum() for parameter in model.parameters())
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        optimizer.step()
+
+    compiled: Any = torch.compile(train, backend="eager")
+    return compiled
+
+
+# Of torch itself, when it first traces a step.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [compiled_step, compiled_loop])
+def test_saves_are_no_reason_to_compile_again(
+    tmp_path: Path, small_engine: pyckpt.Engine, compiled: Callable[..., Callable[[], object]]
+) -> None:
+    """More saves than dynamo compiles a function for, each with another tuple of copies to wait
+    for; the compiled steps wait for them all the same."""
+    torch._dynamo.reset()
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    stager = pyckpt.PinnedStager(engine=small_engine, optimizers=[optimizer])
+    train = compiled(model, optimizer)
+    for _ in range(3):
+        train()
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for turn in range(torch._dynamo.config.recompile_limit + 2):
+            state = state_of(model, optimizer)
+            before = frozen(state)
+            writer = writer_to(tmp_path / str(turn), stager=stager, engine=small_engine)
+            with slowed(small_engine):
+                future = dcp.async_save(state, storage_writer=writer, planner=pyckpt.SavePlanner())
+                train()
+            future.result()
+            check_saved(before, tmp_path / str(turn))
+            train()
+    assert not torch._dynamo.utils.counters["frames"]
+    assert not same(frozen(state["model"]), before["model"])
 
 
 def test_steps_by_hand(tmp_path: Path, small_engine: pyckpt.Engine) -> None:

@@ -94,9 +94,8 @@ class PinnedStager:
         self._in_flight: list[weakref.ref[Staging]] = []
         self._finisher: ThreadPoolExecutor | None = None
         self._failure: BaseException | None = None
+        guard.watch()  # not at the first save, in the middle of training
         _stagers.add(self)
-        if self.optimizers:
-            guard.watch()
 
     # What DCP asks of an AsyncStager.
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pyckpt import guard
 from pyckpt.optim import buffers
@@ -76,6 +75,7 @@ class Offloader:
         # The optimizer holds this object by these, so that neither goes while the other needs it.
         self._hooks: list[Any] = []
         self._guarded: set[int] = set()
+        _hook_steps()
 
     @property
     def offloaded(self) -> bool:
@@ -253,7 +253,6 @@ class Offloader:
                 for name in ("train", "eval", *(() if hooked else ("step",)))
                 if callable(getattr(holder, name, None))
             ]
-        _hook_steps()
         _guarding[id(self)] = self
 
     def _unguard(self) -> None:
@@ -321,8 +320,7 @@ _guarding: weakref.WeakValueDictionary[int, Offloader] = weakref.WeakValueDictio
 
 @functools.cache
 def _hook_steps() -> None:
-    # For good: torch may be on its way through the hooks of a step, and then none may be removed.
-    register_optimizer_step_pre_hook(_before_step)
+    guard.before_steps(_before_step)
 
 
 def _before_step(optimizer: object, _args: object, _kwargs: object) -> None:
