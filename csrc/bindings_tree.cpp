@@ -23,6 +23,14 @@ bool is_container(PyObject* object) {
   return false;
 }
 
+// Whether DCP asks the object itself which parts of what it holds (`plans_itself` in
+// pyckpt/dcp/leaves.py): an attribute that may come and go while type and shape stay.
+bool plans_itself(PyObject* object) {
+  static PyObject* const items = PyUnicode_InternFromString("__create_write_items__");
+  static PyObject* const offsets = PyUnicode_InternFromString("global_offsets");
+  return PyObject_HasAttr(object, items) != 0 || PyObject_HasAttr(object, offsets) != 0;
+}
+
 class StateTree {
  public:
   explicit StateTree(const py::handle& state_dict) { describe(state_dict.ptr()); }
@@ -52,6 +60,7 @@ class StateTree {
     py::object type;
     std::vector<py::object> keys;  // of a dict
     size_t children = 0;
+    bool plans_itself = false;  // a leaf
     // Of a tensor that is plain memory:
     bool plain = false;
     bool requires_grad = false;
@@ -90,6 +99,7 @@ class StateTree {
       }
     } else {
       ++leaves_;
+      nodes_[at].plans_itself = plans_itself(object);
       nodes_[at].kind = THPVariable_Check(object) ? Kind::kTensor : Kind::kObject;
       if (nodes_[at].kind == Kind::kTensor)
         describe_tensor(THPVariable_Unpack(object), &nodes_[at]);
@@ -149,6 +159,7 @@ class StateTree {
         if (is_container(object)) return false;  // a list of numbers that now has a tensor in it
         break;
     }
+    if (plans_itself(object) != node.plans_itself) return false;
     Py_INCREF(object);
     PyList_SET_ITEM(leaves, static_cast<Py_ssize_t>(cursor->leaf++), object);
     return true;

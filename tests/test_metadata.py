@@ -66,6 +66,22 @@ def test_trailer_bytes() -> None:
     assert data == body + b"PYCKPTM1" + struct.pack("<QI", len(body), zlib.crc32(body))
 
 
+@pytest.mark.parametrize("protocol", [3, 4])
+def test_later_fields_of_tensors_are_not_written(
+    monkeypatch: pytest.MonkeyPatch, protocol: int
+) -> None:
+    """Torch 2.15 pickles a sixth, and earlier ones load no metadata that has it."""
+    five = m.dumps(small(), protocol)
+    stock = TensorProperties.__getstate__
+
+    def getstate(self: TensorProperties) -> Any:
+        return (*stock(self)[:5], (3, 1))
+
+    monkeypatch.setattr(TensorProperties, "__getstate__", getstate)
+    assert m.dumps(small(), protocol) == five
+    assert pickle.dumps(small(), protocol) != five
+
+
 def test_storage_info_keeps_what_stock_does_not_know() -> None:
     info = m.storage_info(
         "f", 1, 2, crc32=3, payload_offset=4, payload_length=5, payload_stride=(1, 2)

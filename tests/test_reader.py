@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -698,6 +698,36 @@ def test_stream_extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert state["d"] == 3
     assert sorted(report.not_verified) == ["a", "b.c", "d"]
     assert Inverted.seen
+
+
+def test_extension_registry(tmp_path: Path) -> None:
+    """As stock's reader takes it."""
+    saved = {"a": patterned((30, 4)), "b": {"c": [1, 2]}}
+    writer = FileSystemWriter(tmp_path, _extensions=[Inverted()])
+    dcp.save(saved, storage_writer=writer, no_dist=True)
+    registry = ExtensionRegistry()
+    registry.register(Inverted)
+    for load in (
+        lambda state, reader: dcp.load(state, storage_reader=reader, no_dist=True),
+        lambda state, reader: pyckpt.load(state, reader=reader),
+    ):
+        state = {"a": torch.zeros(30, 4), "b": {"c": []}}
+        load(state, pyckpt.DirectReader(tmp_path, _extension_registry=registry))
+        assert_same(state["a"], saved["a"])
+        assert state["b"] == saved["b"]
+    with pytest.raises(LoadError, match=r"Unknown extension name='stream\.inverted'"):
+        pyckpt.load({"a": torch.zeros(30, 4)}, tmp_path)
+
+
+def test_load_id(tmp_path: Path) -> None:
+    save({"a": patterned((3,))}, tmp_path, "ours")
+    reader = pyckpt.DirectReader(tmp_path)
+    meta = reader.read_metadata().storage_meta
+    assert meta is not None
+    assert meta.load_id == reader.load_id
+    before = reader.load_id
+    reader.reset()
+    assert reader.load_id != before
 
 
 def test_checksums_that_were_not_computed(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import threading
 from collections import OrderedDict
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -452,6 +454,65 @@ def test_planners_that_change_tensors(tmp_path: Path, planner: Any) -> None:
                 dcp.async_save(state, storage_writer=writer, planner=planner()).result()
             for key, value in state.items():
                 assert same(item(path, key), value.detach().to(torch.bfloat16))
+
+
+class Watched(pyckpt.DirectWriter):
+    """Counts what it waits for."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.waits = 0
+
+    def _settle(self) -> None:
+        self.waits += 1
+        super()._settle()
+
+
+@pytest.mark.parametrize(
+    ("planner", "waits"),
+    [
+        (None, 0),
+        (dcp.DefaultSavePlanner, 0),
+        (pyckpt.SavePlanner, 0),
+        (CastInResolve, 2),  # before it plans, and before it resolves
+        (CastInSetUp, 2),
+        (CastOurs, 2),
+    ],
+)
+def test_planning_waits_for_copies_where_the_planner_may_need_them(
+    tmp_path: Path, planner: Any, waits: int, small_engine: pyckpt.Engine
+) -> None:
+    """The planner of this save: the classes above exist in any case."""
+    state = {"a": torch.rand(30_000), "b": torch.tensor(1.0)}
+    writer = Watched(tmp_path, engine=small_engine, sync_files=False)
+    made = None if planner is None else planner()
+    dcp.async_save(state, storage_writer=writer, planner=made).result()
+    assert writer.waits == waits
+    # Whoever calls a writer without DCP may have any planner.
+    staged = writer.stage(state)
+    writer.storage_meta()
+    assert writer.waits == waits + 1
+    staged.staging.release()
+
+
+def test_stage_waits_for_its_copies_if_asked_to(
+    tmp_path: Path, small_engine: pyckpt.Engine
+) -> None:
+    """Then ``async_save`` returns one future, as with stock's stager of that setting."""
+    stager = pyckpt.PinnedStager(use_async_staging=False, engine=small_engine)
+    state = {"a": torch.rand(30_000), "b": [torch.tensor(1.0)]}
+    before = frozen(state)
+    copies = stager.stage(state)
+    overwrite(state)
+    assert same(copies, before)
+    before = frozen(state)
+    writer = FileSystemWriter(tmp_path)
+    future: Any = dcp.async_save(state, storage_writer=writer, async_stager=stager)
+    assert isinstance(future, Future)
+    overwrite(state)
+    future.result()
+    check_saved(before, tmp_path)
+    assert not pickle.loads(pickle.dumps(stager)).use_async_staging
 
 
 def test_prewarm(tmp_path: Path) -> None:

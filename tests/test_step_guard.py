@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -602,6 +603,14 @@ def test_optimizers_that_change_parameters_outside_of_step(tmp_path: Path, wrapp
 
 
 @pytest.fixture
+def unwatched() -> Iterator[None]:
+    """As if nobody had looked at steps yet."""
+    guard.watch.cache_clear()
+    yield
+    guard.watch.cache_clear()
+
+
+@pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the current stream captured a CUDA graph, and nobody had been told."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -616,11 +625,13 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_step_that_is_captured_is_told_of_once(
-    capturing: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    capturing: None,
+    unwatched: None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also before the first save: when the graph is replayed, nobody is asked."""
     hooks: list[Any] = []
-    monkeypatch.setattr(guard, "_handle", None)
     monkeypatch.setattr(
         guard, "register_optimizer_step_pre_hook", lambda hook: hooks.append(hook) or hook
     )

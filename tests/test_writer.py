@@ -512,3 +512,16 @@ def test_what_failed_saves_left_is_removed_before_the_next_writes(tmp_path: Path
     assert kept.name in seen[0]
     assert len(seen[0]) == 2  # that, and the one being written
     assert not any(path.exists() for path in remains)
+
+
+def test_save_id(tmp_path: Path) -> None:
+    writer = pyckpt.DirectWriter(tmp_path)
+    ids = set()
+    for _ in range(2):
+        dcp.save({"a": torch.ones(3)}, storage_writer=writer)
+        ids.add(writer.save_id)
+        with open(tmp_path / ".metadata", "rb") as file:
+            assert pickle.load(file).storage_meta.save_id == writer.save_id
+        [data] = tmp_path.glob("*.distcp")
+        assert writer.save_id in data.name
+    assert len(ids) == 2

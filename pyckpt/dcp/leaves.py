@@ -17,7 +17,27 @@ from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Leaves", "copy_object", "dtensor_like", "is_plain_type", "local_tensor"]
+try:
+    from torch.distributed.checkpoint.protocol import (  # type: ignore[import-not-found]
+        _is_checkpointable_tensor,
+    )
+except ImportError:  # before torch 2.15
+
+    def _is_checkpointable_tensor(value: object) -> bool:
+        return False
+
+
+__all__ = [
+    "Leaves",
+    "copy_object",
+    "dtensor_like",
+    "is_checkpointable",
+    "is_plain_type",
+    "local_tensor",
+    "plans_itself",
+    "whole_size",
+    "with_attributes",
+]
 
 # Nobody can change these, so that a reference is as good as a copy.
 _IMMUTABLE = (
@@ -45,6 +65,33 @@ def is_plain_type(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
+def plans_itself(value: object) -> bool:
+    """Whether DCP asks the value which parts of what it holds, where for others that follows from
+    the type and the shape. Not of types: any tensor may have such attributes."""
+    return hasattr(value, "__create_write_items__") or hasattr(value, "global_offsets")
+
+
+def is_checkpointable(tensor: torch.Tensor) -> bool:
+    """Whether this torch takes a tensor for parts of a larger one: a ``CheckpointableTensor``."""
+    # Looked at first, since torch takes microseconds for all of them.
+    return hasattr(tensor, "global_offsets") and _is_checkpointable_tensor(tensor)
+
+
+def whole_size(tensor: torch.Tensor) -> torch.Size:
+    """The size of a tensor, or of the one that it holds parts of."""
+    if is_checkpointable(tensor):
+        whole: Any = tensor
+        return torch.Size(whole.global_shape)
+    return tensor.shape
+
+
+def with_attributes(copy: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    """A copy with what the program set on the original: where its parts belong, for one."""
+    for name, value in vars(original).items():
+        vars(copy).setdefault(name, value)
+    return copy
+
+
 class _ToHost(TorchFunctionMode):
     """Tensors that ``copy.deepcopy`` comes upon are copied to the host."""
 
@@ -66,7 +113,7 @@ def copy_object(value: Any) -> Any:
 def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor that is more than its memory: sparse, quantized, of its own class."""
     with torch.no_grad():
-        return tensor.detach().to("cpu", copy=True)
+        return with_attributes(tensor.detach().to("cpu", copy=True), tensor)
 
 
 def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
@@ -127,6 +174,7 @@ class Leaves:
     def __init__(self, leaves: list[Any]) -> None:
         self._wrapped: list[_Wrapped] = []
         self._objects: list[int] = []
+        self._with_attributes: list[int] = []
         for i, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 if type(leaf) not in _IMMUTABLE:
@@ -139,6 +187,8 @@ class Leaves:
                 )
             elif isinstance(leaf, ShardedTensor):
                 self._wrapped.append(_Wrapped(i, _shards, _like_sharded))
+            elif plans_itself(leaf):
+                self._with_attributes.append(i)
 
     def sources(self, leaves: list[Any]) -> list[Any]:
         """The leaves, with the memory of those that are made of others behind them."""
@@ -173,6 +223,8 @@ class Leaves:
         for i in _missing(done):
             leaf = leaves[i]
             done[i] = _copy_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        for i in self._with_attributes:
+            done[i] = with_attributes(done[i], leaves[i])
         return done
 
 

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner_helpers import (
 from torch.distributed.tensor import DTensor
 
 from pyckpt.dcp import objects
+from pyckpt.dcp.leaves import is_checkpointable, whole_size, with_attributes
 from pyckpt.dcp.report import Conversion, LoadReport, Replacement, some
 from pyckpt.dcp.template import Growth, Slot, Template, is_empty, place
 from pyckpt.errors import CorruptCheckpoint, LoadError
@@ -237,13 +238,14 @@ class LoadPlanner(DefaultLoadPlanner):
             elif not isinstance(value, torch.Tensor):
                 to_create.append((name, self._device))
                 (filled if is_empty(value) else loaded).append(name)
-            elif value.shape != item.size:
-                if value.numel() or isinstance(value, DTensor | ShardedTensor):
-                    mismatched[name] = f"{name}: {tuple(item.size)} is not {tuple(value.shape)}"
+            elif (size := whole_size(value)) != item.size:
+                if value.numel() or _is_sharded(value):
+                    mismatched[name] = f"{name}: {tuple(item.size)} is not {tuple(size)}"
                     continue
-                to_create.append((name, value.device if not value.is_meta else self._device))
+                device = self._device if _is_meta(name, value) else value.device
+                to_create.append((name, device))
                 filled.append(name)
-            elif value.is_meta:
+            elif _is_meta(name, value):
                 to_create.append((name, self._device))
                 filled.append(name)
             else:
@@ -263,7 +265,11 @@ class LoadPlanner(DefaultLoadPlanner):
         item = self.metadata.state_dict_metadata[name]
         assert isinstance(item, TensorStorageMetadata)
         current = self.state_dict.get(name)
-        if isinstance(current, torch.Tensor) and current.is_meta and current.shape == item.size:
+        if (
+            isinstance(current, torch.Tensor)
+            and whole_size(current) == item.size
+            and _is_meta(name, current)
+        ):
             return _materialized(current, device)
         tensor = None if self._create is None else self._create(name, item)
         if tensor is None:
@@ -307,7 +313,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self, name: str, item: TensorStorageMetadata, tensor: torch.Tensor
     ) -> list[ReadItem]:
         chunks = item.chunks
-        if len(chunks) == 1 and type(tensor) in _PLAIN and chunks[0].sizes == item.size:
+        if len(chunks) == 1 and chunks[0].sizes == item.size and _is_whole(tensor):
             return _read_chunk(name, chunks[0], 0)
         local = self._local_chunks(tensor)
         if len(local) == 1:
@@ -392,15 +398,36 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    # Whoever takes part in DCP's protocol for tensors that know their own chunks.
-    kind = type(tensor)
-    return kind not in _PLAIN and (kind is ShardedTensor or hasattr(kind, "__create_chunk_list__"))
+    # Whoever takes part in DCP's protocols for tensors that know their own chunks.
+    return (
+        hasattr(tensor, "__create_chunk_list__")
+        or isinstance(tensor, ShardedTensor)
+        or is_checkpointable(tensor)
+    )
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _PLAIN and not _is_sharded(tensor)
+
+
+def _is_meta(name: str, tensor: torch.Tensor) -> bool:
+    if not isinstance(tensor, ShardedTensor):
+        return tensor.is_meta
+    # It does not say so itself.
+    if any(shard.tensor.is_meta for shard in tensor.local_shards()):
+        raise LoadError(
+            f"{name} is a ShardedTensor on the meta device, which has no memory to load into; give "
+            "its shards some first",
+            mismatched=(name,),
+        )
+    return False
 
 
 def _materialized(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Give a tensor on the meta device memory; a DTensor's is on the device of its mesh."""
     if not isinstance(tensor, DTensor):
-        return torch.empty_like(tensor, device=device)
+        made = torch.empty_like(tensor, device=device)
+        return with_attributes(made, tensor) if is_checkpointable(tensor) else made
     local = torch.empty_like(tensor.to_local(), device=tensor.device_mesh.device_type)
     return DTensor.from_local(
         local,

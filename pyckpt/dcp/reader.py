@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -64,6 +65,9 @@ class DirectReader(StorageReader):
             part cannot be, and are listed in ``unverified``. ``"none"`` checks nothing.
         direct: as for ``DirectWriter``.
         engine: the memory and threads to use; by default those that everyone shares.
+        _extension_registry: as for stock's ``FileSystemReader``, whose name for it this is: the
+            extensions of DCP that files may be transformed with (compressed, say); by default
+            those that DCP brings.
 
     Raises:
         ValueError: an argument is none of those above.
@@ -81,6 +85,7 @@ class DirectReader(StorageReader):
         verify: Literal["items", "none"] = "items",
         direct: Literal["auto", "require", "off"] = "auto",
         engine: Engine | None = None,
+        _extension_registry: ExtensionRegistry | None = None,
     ) -> None:
         super().__init__()
         if verify not in ("items", "none"):
@@ -91,6 +96,7 @@ class DirectReader(StorageReader):
         self.verify = verify
         self.direct = direct
         self._engine = engine
+        self.extension_registry = _extension_registry
         self._load_id = str(uuid.uuid4())
         self._metadata: Metadata | None = None
         self._load: _Load | None = None
@@ -99,6 +105,11 @@ class DirectReader(StorageReader):
     def checkpoint_id(self) -> Path:
         """Directory of the checkpoint."""
         return self.path
+
+    @property
+    def load_id(self) -> str:
+        """What DCP calls this load by; another after each ``reset``."""
+        return self._load_id
 
     @property
     def statistics(self) -> ReadStatistics:
@@ -521,7 +532,9 @@ class _Load:
 
     def read_with_stock(self, items: list[ReadItem]) -> None:
         """Read items that an extension transformed (compressed, say), the way DCP does."""
-        stock = FileSystemReader(self.reader.path)
+        stock = FileSystemReader(
+            self.reader.path, _extension_registry=self.reader.extension_registry
+        )
         stock.set_up_storage_reader(self.metadata, is_coordinator=False)
         stock.read_data(LoadPlan(items), self.planner).wait()
         self.unverified.update(item.storage_index.fqn for item in items)

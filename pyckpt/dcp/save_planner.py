@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
@@ -27,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from pyckpt import _C
 from pyckpt.collector import collector_paused
-from pyckpt.dcp.leaves import is_plain_type, local_tensor
+from pyckpt.dcp.leaves import is_plain_type, local_tensor, plans_itself
 from pyckpt.errors import PyckptError
 from pyckpt.format.metadata import read
 from pyckpt.locks import fork_safe_lock
@@ -179,6 +178,18 @@ class CommittedMetadata(Metadata):
 _METADATA_FIELDS = tuple(field.name for field in dataclasses.fields(Metadata))
 
 
+def _is_known(leaf: Any) -> bool:
+    """Whether all that a leaf's plan depends on is in what is compared: the shape of the state
+    dict, and the placements."""
+    if type(leaf) is DTensor:
+        return _is_memory(local_tensor(leaf))
+    return _is_memory(leaf) if isinstance(leaf, torch.Tensor) else not plans_itself(leaf)
+
+
+def _is_memory(tensor: torch.Tensor) -> bool:
+    return is_plain_type(tensor) and tensor.layout is torch.strided and not plans_itself(tensor)
+
+
 def _placement_of(leaf: Any) -> Any:
     """What the plan of a DTensor depends on."""
     local = local_tensor(leaf)
@@ -187,9 +198,10 @@ def _placement_of(leaf: Any) -> Any:
 
 def _placed_as(leaf: DTensor, placement: Any) -> bool:
     spec, requires_grad, dtype, shape, stride = placement
-    local = leaf._local_tensor
+    local = local_tensor(leaf)
     return bool(
-        (leaf._spec is spec or leaf._spec == spec)
+        _is_memory(local)
+        and (leaf._spec is spec or leaf._spec == spec)
         and leaf.requires_grad == requires_grad
         and local.dtype == dtype
         and local.shape == shape
@@ -210,7 +222,9 @@ class SavePlanner(DefaultSavePlanner):
 
     Plans are remembered by the process, so that a new instance may be made for each save. Works
     with any writer; with `DirectWriter` what is written of the plan, ``.metadata``, is remembered,
-    too. State dicts with ``ShardedTensor`` are planned at each save.
+    too. A state dict is planned at each save where it has tensors that are more than their memory,
+    such as ``ShardedTensor``, or that say themselves which parts they hold; and so is any by a
+    class that is made from this one.
     """
 
     tree: _C.StateTree
@@ -240,7 +254,7 @@ class SavePlanner(DefaultSavePlanner):
     ) -> None:
         self.known = None
         with _lock:
-            candidates = list(reversed(_known.values()))
+            candidates = list(reversed(_known.values())) if type(self) is SavePlanner else []
         for known in candidates:
             leaves = known.match(state_dict, is_coordinator)
             if leaves is not None:
@@ -263,12 +277,11 @@ class SavePlanner(DefaultSavePlanner):
 
     def _is_cacheable(self, leaves: list[Any]) -> bool:
         """Whether the tree's leaves are DCP's items, and it can tell when one changes."""
+        if type(self) is not SavePlanner:
+            return False  # a class made from it may plan by whatever it likes
         flat = list(self.state_dict.values())
         return len(flat) == len(leaves) and all(
-            mine is theirs
-            and not isinstance(mine, ShardedTensor)
-            and (not isinstance(mine, torch.Tensor) or is_plain_type(mine) or type(mine) is DTensor)
-            for mine, theirs in zip(leaves, flat, strict=True)
+            mine is theirs and _is_known(mine) for mine, theirs in zip(leaves, flat, strict=True)
         )
 
     def create_local_plan(self) -> SavePlan:

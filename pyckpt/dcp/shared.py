@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from pyckpt import _C
-from pyckpt.dcp.leaves import dtensor_like, is_plain_type
+from pyckpt.dcp.leaves import dtensor_like, is_checkpointable, is_plain_type
 from pyckpt.dcp.stager import release_at_thread_end
 
 if TYPE_CHECKING:
@@ -49,6 +49,12 @@ def _shared(value: Any, segments: dict[int, torch.UntypedStorage]) -> Any:
         return made
     if not isinstance(value, torch.Tensor) or not is_plain_type(value) or value.is_meta:
         return value
+    return _described(_in_shared_memory(value, segments), value)
+
+
+def _in_shared_memory(
+    value: torch.Tensor, segments: dict[int, torch.UntypedStorage]
+) -> torch.Tensor:
     place = _C.shared_memory_of(value) if value.layout is torch.strided and value.numel() else None
     if place is None:
         # Private to this process, or, where the copies found no room, the program's own.
@@ -60,3 +66,26 @@ def _shared(value: Any, segments: dict[int, torch.UntypedStorage]) -> Any:
         storage = segments[descriptor] = share_fd._new_shared_fd_cpu(os.dup(descriptor), size)
     view = torch.empty(0, dtype=value.dtype)
     return view.set_(storage, offset // value.itemsize, value.shape, value.stride())
+
+
+class _Described:
+    """Pickles as a tensor with attributes, which torch leaves behind."""
+
+    def __init__(self, tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+        self._parts = tensor, attributes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _with, self._parts
+
+
+def _with(tensor: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
+    vars(tensor).update(attributes)
+    return tensor
+
+
+def _described(tensor: torch.Tensor, original: torch.Tensor) -> Any:
+    """The tensor, and where its parts belong if the original says so."""
+    if not is_checkpointable(original):
+        return tensor
+    names = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+    return _Described(tensor, {name: getattr(original, name) for name in names})

@@ -67,6 +67,9 @@ class PinnedStager:
             room is copied to ordinary memory.
         shared_memory: whether the copies lie in memory that other processes can map, for
             ``async_checkpointer_type=PROCESS``: a few segments instead of a descriptor a tensor.
+        use_async_staging: as of stock's ``StagingOptions``: whether ``stage`` returns a future, so
+            that ``async_save`` returns an ``AsyncSaveResponse``; if not, it returns the copies once
+            they are whole, and ``async_save`` one future. Of no account to `DirectWriter`.
         engine: the memory and threads to use; by default those that all share.
 
     Raises:
@@ -81,6 +84,7 @@ class PinnedStager:
         optimizers: Iterable[torch.optim.Optimizer] = (),
         when_busy: Literal["wait", "skip", "error"] = "wait",
         shared_memory: bool = False,
+        use_async_staging: bool = True,
         engine: Engine | None = None,
     ) -> None:
         if when_busy not in ("wait", "skip", "error"):
@@ -88,6 +92,7 @@ class PinnedStager:
         self.optimizers = list(optimizers)
         self.when_busy = when_busy
         self.shared_memory = shared_memory
+        self.use_async_staging = use_async_staging
         self._engine = engine
         self._lock = fork_safe_lock()
         self._shapes: list[Shape] = []
@@ -101,8 +106,9 @@ class PinnedStager:
 
     should_synchronize_after_execute = False
 
-    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
-        """Copy a state dict. The future has the copy, of plain dicts and lists, once it is whole.
+    def stage(self, state_dict: dict[str, Any]) -> Any:  # as of the setting: a union helps nobody
+        """Copy a state dict. The future has the copy, of plain dicts and lists, once it is whole;
+        without ``use_async_staging`` this waits, and returns the copy.
 
         Raises:
             BaseException: what made an earlier save fail, once (see ``take_failure``).
@@ -122,7 +128,7 @@ class PinnedStager:
                 result.set_exception(error)
 
         staging.staged.add_done_callback(hand_out)
-        return result
+        return result if self.use_async_staging else result.result()
 
     def synchronize_staging(self) -> None:
         """Wait until all copies are there."""
@@ -325,7 +331,8 @@ class PinnedStager:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process has other optimizers, other memory, and nothing to stage.
-        return _stager_of, (self.when_busy, self.shared_memory, self._engine)
+        settings = self.when_busy, self.shared_memory, self.use_async_staging, self._engine
+        return _stager_of, settings
 
 
 def _changes_outside_of_step(optimizer: Any) -> bool:
@@ -337,8 +344,15 @@ def _changes_outside_of_step(optimizer: Any) -> bool:
     return callable(getattr(optimizer, "train", None))
 
 
-def _stager_of(when_busy: Any, shared_memory: bool, engine: Engine | None) -> PinnedStager:
-    return PinnedStager(when_busy=when_busy, shared_memory=shared_memory, engine=engine)
+def _stager_of(
+    when_busy: Any, shared_memory: bool, use_async_staging: bool, engine: Engine | None
+) -> PinnedStager:
+    return PinnedStager(
+        when_busy=when_busy,
+        shared_memory=shared_memory,
+        use_async_staging=use_async_staging,
+        engine=engine,
+    )
 
 
 _REGION_GRAIN = 4096

@@ -36,7 +36,7 @@ from pyckpt.dcp.items import (
     unpack,
     write_result,
 )
-from pyckpt.dcp.known_planners import KNOWN_PLANNERS, planners_are_known
+from pyckpt.dcp.known_planners import KNOWN_PLANNERS, planner_is_known
 from pyckpt.dcp.save_planner import RESULTS, KnownPlan, PlannedMetadata, SavePlanner
 from pyckpt.dcp.stager import (
     PinnedStager,
@@ -145,6 +145,12 @@ class DirectWriter(StorageWriter):
         return self._path
 
     @property
+    def save_id(self) -> str:
+        """What DCP calls the last save by, or the one under way; it is in the name of each rank's
+        file."""
+        return self._save_id
+
+    @property
     def statistics(self) -> WriteStatistics | None:
         """Of this rank's part of the save that runs, or ran last; None before the first. May be
         read from any thread."""
@@ -216,7 +222,7 @@ class DirectWriter(StorageWriter):
         self._take_over()
         # Planners see tensors before they are given to this writer, and may do with them what they
         # like; but those that we know leave them alone.
-        if self._staging is not None and not planners_are_known():
+        if self._staging is not None and not planner_is_known(self):
             self._settle()
         # A string: paths pickle under a name that differs between versions of Python.
         return StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)

@@ -18,6 +18,7 @@ what it names: a file must neither call code nor alter a class of the process th
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import io
 import os
@@ -51,6 +52,7 @@ __all__ = [
     "StorageInfo",
     "data_files",
     "decode",
+    "dumps",
     "encode",
     "read",
     "seal",
@@ -107,8 +109,36 @@ def storage_info(
 def encode(metadata: Metadata) -> bytes:
     """Return the bytes of a ``.metadata`` file: stock's pickle and the trailer."""
     with collector_paused():
-        body = pickle.dumps(metadata)
+        body = dumps(metadata)
     return seal(body)
+
+
+def dumps(metadata: Metadata, protocol: int = pickle.DEFAULT_PROTOCOL) -> bytes:
+    """Pickle metadata so that every torch that has these classes can load it.
+
+    The properties of a tensor are five fields. Torch 2.15 pickles a sixth, which nobody needs to
+    load the tensor, and which every torch before it stumbles over.
+    """
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, protocol)
+    if len(_state_of(TensorProperties())) > _PROPERTIES:
+        pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: _reduce_properties}
+    pickler.dump(metadata)
+    return file.getvalue()
+
+
+_PROPERTIES = 5
+
+
+def _state_of(properties: TensorProperties) -> tuple[Any, ...]:
+    state: tuple[Any, ...] = properties.__getstate__()  # type: ignore[no-untyped-call]
+    return state
+
+
+def _reduce_properties(properties: TensorProperties) -> Any:
+    # As pickle itself does with such objects.
+    state = _state_of(properties)[:_PROPERTIES]
+    return copyreg.__newobj__, (TensorProperties,), state  # type: ignore[attr-defined]
 
 
 def seal(body: bytes) -> bytes:
@@ -216,6 +246,7 @@ class _Properties(TensorProperties, metaclass=Sealed):
 
 
 _DCP = "torch.distributed.checkpoint.metadata"
+_SHARD = "torch.distributed._shard.sharded_tensor.metadata"  # what torch took until 2.2
 _ALLOWED: dict[tuple[str, str], Any] = {
     (_DCP, "Metadata"): _Metadata,
     (_DCP, "MetadataIndex"): _stand_in(MetadataIndex),
@@ -225,6 +256,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     (_DCP, "StorageMeta"): _stand_in(StorageMeta),
     (_DCP, "TensorProperties"): _Properties,
     (_DCP, "_MEM_FORMAT_ENCODING"): _MemFormat,
+    (_SHARD, "TensorProperties"): _Properties,
+    (_SHARD, "MEM_FORMAT_ENCODING"): _MemFormat,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _stand_in(_StorageInfo),
     ("torch.serialization", "_get_layout"): _Layout,
     ("builtins", "getattr"): _Getattr,

@@ -15,7 +15,6 @@ into it.
 
 from __future__ import annotations
 
-import pickle
 import struct
 import uuid
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from pyckpt import _C
 from pyckpt.collector import collector_paused
-from pyckpt.format.metadata import seal
+from pyckpt.format.metadata import dumps, seal
 
 __all__ = ["Template"]
 
@@ -65,7 +64,7 @@ class Template:
                     storage_data[result.index] = info
                     positions += at
                     values += _values(result.storage_data)
-            body = pickle.dumps(
+            body = dumps(
                 Metadata(
                     metadata.state_dict_metadata,
                     metadata.planner_data,
