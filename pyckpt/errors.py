@@ -7,8 +7,10 @@
         ├── CorruptCheckpoint        bytes on disk are not the bytes that were saved
         ├── UnsafeCheckpoint         a file asks for a class that loading does not allow
         ├── LoadError                a checkpoint and the state it is loaded into do not fit
+        │   └── CheckpointReplaced   it was saved over while it was loaded
         ├── StagerBusy               saves under way leave no memory for another
         ├── SaveError                a save failed, in different ways on different ranks perhaps
+        ├── RanksLost                other ranks did not come to a save or a restore
         ├── Superseded               another job has begun to save where this one did
         ├── EngineClosed             an engine was used after ``close()``
         └── CudaError                a CUDA call failed
@@ -19,11 +21,13 @@ Wrong arguments are ``ValueError`` and ``TypeError``, as everywhere in Python.
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointReplaced",
     "CorruptCheckpoint",
     "CudaError",
     "EngineClosed",
     "LoadError",
     "PyckptError",
+    "RanksLost",
     "SaveError",
     "StagerBusy",
     "Superseded",
@@ -105,6 +109,11 @@ class LoadError(PyckptError):
         self.failures = failures or {}
 
 
+class CheckpointReplaced(LoadError):
+    """A checkpoint was saved over while it was loaded, so that ranks saw different ones. Load it
+    again; ``pyckpt.load`` has tried that a few times."""
+
+
 class StagerBusy(PyckptError):
     """Saves under way leave no memory for another, which was not to wait for it."""
 
@@ -117,6 +126,19 @@ class SaveError(PyckptError):
     def __init__(self, message: str, *, failures: dict[int, str] | None = None) -> None:
         super().__init__(message)
         self.failures = failures or {}
+
+
+class RanksLost(PyckptError):
+    """Ranks did not come to what all of them do together, in time or at all. ``ranks`` holds those
+    that are known to be missing; it may be empty.
+
+    A ``Checkpointer`` that raised this saves and restores no more, since its ranks may be in
+    different calls. Checkpoints that were committed are as they were.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class Superseded(PyckptError):

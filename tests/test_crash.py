@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from _crash_child import CALLS, is_in, run_traced, traced
+from _crash_child import CALLS, Call, is_in, run_traced, traced
 from _ranks import TIMEOUT_S, Child, Pipe
+from torch.distributed.checkpoint.api import CheckpointException
 
 import pyckpt
+from pyckpt.format import commit
 
 A, B, C = 1, 2, 3
 
@@ -65,10 +68,11 @@ def test_killed_before_each_system_call(first: bool, tmp_path: Path) -> None:
     calls = [call for call in plan.calls if is_in(call, tmp_path / "plan") and call.name != "fcntl"]
     (commit,) = [i for i, call in enumerate(calls) if call.name == "rename"]
     names = [call.name for call in calls]
-    assert set(names) >= set(CALLS) - {"fcntl", "unlink" if first else "mkdir"}
+    assert set(names) >= set(CALLS) - {"fcntl", *(() if first else ("mkdir",))}
     assert names.count("pwrite64") >= 4
-    # The file, its name, the metadata, its name; and before them that of a new directory.
-    assert names.count("fsync") == 4 + first
+    # The file, its name, the metadata, its name; and before them the names of a new directory and
+    # of the mark in it.
+    assert names.count("fsync") == 4 + 2 * first
 
     for i, call in enumerate(calls):
         directory = tmp_path / f"{i}-{call.name}"
@@ -89,6 +93,105 @@ def test_killed_before_each_system_call(first: bool, tmp_path: Path) -> None:
         save(C, directory)
         assert loaded_value(directory) == C, call
         assert_clean(directory)
+
+
+def _save_traced(pipe: Pipe, directory: Path) -> None:
+    with traced(pipe):
+        save(B, directory)
+
+
+def order_of(calls: list[Call], *wanted: tuple[str, Path]) -> list[int]:
+    """Where, among the calls of a child, the first ones are that name these files."""
+    return [
+        next(i for i, call in enumerate(calls) if call.name == name and f"{path}>" in call.text)
+        if name == "fsync"
+        else next(i for i, call in enumerate(calls) if call.name == name and is_in(call, path))
+        for name, path in wanted
+    ]
+
+
+@pytest.mark.usefixtures("strace")
+def test_names_of_directories_that_another_process_made_are_made_durable(tmp_path: Path) -> None:
+    """It may have been killed before it came to that."""
+    directory = tmp_path / "a" / "b"
+    directory.mkdir(parents=True)
+    calls = run_traced(_save_traced, directory).calls
+    wanted = [("fsync", tmp_path), ("fsync", tmp_path / "a"), ("rename", directory)]
+    order = order_of(calls, *wanted)
+    assert order == sorted(order)
+
+
+def _saved_twice(pipe: Pipe, directory: Path) -> None:
+    save(A, directory)
+    with traced(pipe):
+        save(B, directory)
+
+
+@pytest.mark.usefixtures("strace")
+def test_names_of_directories_are_made_durable_once(tmp_path: Path) -> None:
+    directory = tmp_path / "a"
+    calls = run_traced(_saved_twice, directory).calls
+    assert not [call for call in calls if call.name == "fsync" and f"{tmp_path}>" in call.text]
+
+
+def test_a_directory_that_was_made_again_is_another(tmp_path: Path) -> None:
+    """Its inode may have the number of the one before it."""
+    synced: list[Path] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit, "sync_directory", synced.append)
+        commit.make_directory(tmp_path / "a", sync=True)
+        synced.clear()
+        commit.make_directory(tmp_path / "a", sync=True)
+        assert synced == []
+        (tmp_path / "a").rmdir()
+        commit.make_directory(tmp_path / "a", sync=True)
+        assert synced == [tmp_path]
+
+
+@pytest.mark.usefixtures("strace")
+def test_a_commit_is_durable_before_another_process_sweeps_the_data_it_replaced(
+    tmp_path: Path,
+) -> None:
+    """The process that committed was killed before it came to either."""
+    committed = run_traced(_overwrite, tmp_path, False, inject="fsync:signal=KILL:when=4")
+    assert committed.killed
+    assert len([*tmp_path.glob("*.distcp")]) == 2
+    calls = run_traced(_save_traced, tmp_path).calls
+    order = order_of(calls, ("fsync", tmp_path), ("unlink", tmp_path))
+    assert order == sorted(order)
+    assert loaded_value(tmp_path) == B
+    assert_clean(tmp_path)
+
+
+def test_data_that_lost_its_metadata_is_not_overwritten(tmp_path: Path) -> None:
+    """As by ``cp checkpoint/* copy``."""
+    save(A, tmp_path / "checkpoint")
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in (tmp_path / "checkpoint").glob("*"):
+        if not path.name.startswith("."):
+            shutil.copy(path, copy)
+    before = os.listdir(copy)
+    assert before
+    with pytest.raises(CheckpointException) as info:
+        save(B, copy)
+    error = info.value.failures[0][0]
+    assert isinstance(error, FileExistsError)
+    assert error.filename == str(copy)
+    assert ".metadata" in str(error)
+    assert os.listdir(copy) == before
+    shutil.copy(tmp_path / "checkpoint" / ".metadata", copy)
+    save(C, copy)
+    assert loaded_value(copy) == C
+    assert_clean(copy)
+
+
+def test_remains_of_a_first_save_that_was_killed_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".saving").touch()
+    (tmp_path / f"__3_{'0' * 32}.distcp").write_bytes(b"remains")
+    save(A, tmp_path)
+    assert loaded_value(tmp_path) == A
+    assert_clean(tmp_path)
 
 
 def _save_for_ever(pipe: Pipe, directory: Path, mib: int) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 import pyckpt
+from pyckpt.format import commit
 
 A, B, C = 1, 2, 3
 HOW = ["save", "async_save"]
@@ -165,7 +166,7 @@ def test_disk_full_at_preallocation(how: str, filesystem: Path) -> None:
     directory = filesystem / "checkpoint"
     too_much = {"w": torch.empty(free_bytes(filesystem) + 8 * MIB, dtype=torch.uint8)}
     first = failing_save("save", too_much, pyckpt.DirectWriter(directory)).error
-    assert os.listdir(directory) == []
+    assert os.listdir(directory) == [".saving"]
     save(how, state(A), pyckpt.DirectWriter(directory))
     before = sorted(os.listdir(directory))
     error = failing_save(how, too_much, pyckpt.DirectWriter(directory)).error
@@ -342,10 +343,16 @@ FAULTS = {
 }
 
 
+# Of these calls, what a first save makes besides: it syncs the directory above its own, makes its
+# mark, and syncs its directory.
+MORE = {"openat": 3, "fsync": 2, "close": 3}
+
+
 def in_order(inject: str, *, first: bool) -> str:
-    """The fault of a first save, which makes its directory, and syncs the one above, before all."""
     match = re.fullmatch(r"(openat|fsync|close):(.*):when=(\d)", inject)
-    return f"{match[1]}:{match[2]}:when={int(match[3]) + 1}" if match and first else inject
+    if not match or not first:
+        return inject
+    return f"{match[1]}:{match[2]}:when={int(match[3]) + MORE[match[1]]}"
 
 
 @pytest.mark.usefixtures("strace")
@@ -389,6 +396,27 @@ def test_syncing_the_commit_fails(how: str, tmp_path: Path) -> None:
     assert outcome.loaded == B
     assert_clean(tmp_path)
     assert outcome.failure.error.filename == str(tmp_path)
+
+
+FIRST_FAULTS = {
+    "sync-above": Fault("fsync:error=EIO:when=1", errno.EIO, "/..", ""),
+    "make-mark": Fault("openat:error=ENOSPC:when=3", errno.ENOSPC, r"/\.saving", ""),
+    "sync-mark": Fault("fsync:error=EIO:when=2", errno.EIO, "", ""),
+}
+
+
+@pytest.mark.usefixtures("strace")
+@pytest.mark.parametrize("fault", FIRST_FAULTS)
+def test_a_call_before_the_first_save_fails(fault: str, tmp_path: Path) -> None:
+    inject, number, file, _ = FIRST_FAULTS[fault]
+    outcome = tampered(tmp_path, inject, first=True)
+    assert outcome.failure is not None
+    error = outcome.failure.error
+    assert error.errno == number
+    wanted = tmp_path if file == "/.." else tmp_path / "first"
+    assert re.fullmatch(re.escape(str(wanted)) + file.removeprefix("/.."), error.filename)
+    assert not [name for name in outcome.names if name.endswith(".distcp")]
+    assert_clean(tmp_path / "first")
 
 
 @pytest.mark.usefixtures("strace")
@@ -566,6 +594,7 @@ def _stock_worker_fails(pipe: Pipe, directory: Path) -> tuple[list[str], list[st
 
 def _our_sync_fails(pipe: Pipe, directory: Path) -> tuple[Failure, list[str]]:
     tensors = {f"w{i}": torch.full((65536,), float(i)) for i in range(4)}
+    commit.make_directory(directory, sync=True)
     with traced(pipe):
         failure = failing_save("save", tensors, pyckpt.DirectWriter(directory))
     return failure, os.listdir(directory)
@@ -580,11 +609,11 @@ def test_stock_commits_what_it_did_not_write_and_ours_does_not(tmp_path: Path) -
     assert ".metadata" in names  # the save returned as if all was well
     assert "KeyError" in load_error
 
-    directory = tmp_path / "ours"
-    directory.mkdir()
-    failure, names = run_traced(_our_sync_fails, directory, inject=fault).result
+    # The first sync of ours is that of the mark.
+    fault = "fsync:error=EIO:when=2"
+    failure, names = run_traced(_our_sync_fails, tmp_path / "ours", inject=fault).result
     assert failure.error.errno == errno.EIO
-    assert names == []
+    assert names == [".saving"]
 
 
 # One rank of four

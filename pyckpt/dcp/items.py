@@ -30,6 +30,7 @@ __all__ = [
     "expected_size",
     "notes_of",
     "places_of",
+    "size_of_file",
     "unpack",
     "write_result",
 ]
@@ -141,6 +142,18 @@ def unpack(packed: Packed, before: Sequence[WriteResult]) -> list[WriteResult]:
                 setattr(info, field, value)
         results.append(WriteResult(result.index, place.length, info))
     return results
+
+
+def size_of_file(of_rank: Sequence[WriteResult | Packed]) -> tuple[str, int] | None:
+    """The name of the file that a rank wrote, and how long it must be; None where it wrote none."""
+    if not of_rank:
+        return None
+    first = of_rank[0]
+    if isinstance(first, Packed):
+        *_, last = places_of(first.places[-_PLACE.size :])
+        return first.name, last.offset + last.length
+    ends = [result.storage_data.offset + result.storage_data.length for result in of_rank]  # type: ignore[union-attr]
+    return first.storage_data.relative_path, max(ends)
 
 
 class Notes(NamedTuple):

@@ -24,9 +24,11 @@ from pyckpt.dcp.failures import Carried, error_of, portable, portable_errors
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.planner import Create, LoadPlanner
 from pyckpt.dcp.report import LoadReport
-from pyckpt.errors import LoadError
+from pyckpt.errors import CheckpointReplaced, LoadError
 
 __all__ = ["load"]
+
+_ATTEMPTS = 5  # to load a checkpoint that another process keeps saving over
 
 
 def load(
@@ -69,6 +71,7 @@ def load(
         UnsafeCheckpoint: the checkpoint contains a class or function that is not allowed.
         LoadError: the state and the checkpoint do not fit, or ranks failed in different ways, or
             by an error that is none of these. The errors of the ranks are chained.
+        CheckpointReplaced: the checkpoint was saved over while it was loaded, again and again.
     """
     if reader is None:
         if path is None:
@@ -78,31 +81,34 @@ def load(
         reader = DirectReader(path, verify=verify)
     elif path is not None:
         reader.reset(path)
-    planner = LoadPlanner(
-        missing=missing, unexpected=unexpected, allow=allow, device=device, create=create
-    )
     alone = no_dist or not dist.is_available() or not dist.is_initialized()
     start = time.perf_counter()
-    states = {
-        key: value.state_dict() if _is_stateful(value) else value
-        for key, value in sorted(state_dict.items(), key=lambda entry: str(entry[0]))
-    }
-    failure: CheckpointException | None = None
-    try:
-        # Not dcp.load: it warns, at each call, that it does not use torch.distributed.
-        with collector_paused():
-            _load_state_dict(
-                states,
-                storage_reader=_HonestReader(reader),  # type: ignore[arg-type]
-                process_group=process_group,
-                no_dist=alone,
-                planner=planner,
-            )
-    except CheckpointException as error:
-        failure = error
-    if failure is not None:
+    for attempt in range(_ATTEMPTS):
+        planner = LoadPlanner(
+            missing=missing, unexpected=unexpected, allow=allow, device=device, create=create
+        )
+        states = {
+            key: value.state_dict() if _is_stateful(value) else value
+            for key, value in sorted(state_dict.items(), key=lambda entry: str(entry[0]))
+        }
+        failure: CheckpointException | None = None
+        try:
+            # Not dcp.load: it warns, at each call, that it does not use torch.distributed.
+            with collector_paused():
+                _load_state_dict(
+                    states,
+                    storage_reader=_HonestReader(reader),  # type: ignore[arg-type]
+                    process_group=process_group,
+                    no_dist=alone,
+                    planner=planner,
+                )
+        except CheckpointException as error:
+            failure = error
+        if failure is None:
+            break
         # Out of the handler, so that DCP's rendering of the same errors is not shown with them.
-        raise error_of(failure, alone=alone, kind=LoadError, doing="loading")
+        if attempt == _ATTEMPTS - 1 or not _is_replaced(failure):
+            raise error_of(failure, alone=alone, kind=LoadError, doing="loading")
     for key, value in states.items():
         entry = state_dict[key]
         if _is_stateful(entry):
@@ -110,6 +116,12 @@ def load(
         else:
             state_dict[key] = value
     return _finish(planner.report, reader, time.perf_counter() - start)
+
+
+def _is_replaced(failure: CheckpointException) -> bool:
+    """Whether a load may well succeed now. All ranks come to the same answer, since all have the
+    errors of all."""
+    return any(isinstance(error, CheckpointReplaced) for error, _ in failure.failures.values())
 
 
 def _is_stateful(value: Any) -> bool:

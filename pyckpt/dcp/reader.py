@@ -8,7 +8,7 @@ import os
 import uuid
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,8 +24,9 @@ from torch.futures import Future
 
 from pyckpt import _C
 from pyckpt.dcp import objects
+from pyckpt.dcp.parts import Seen, refuse_mixture
 from pyckpt.engine import Engine, default_engine
-from pyckpt.errors import CorruptCheckpoint
+from pyckpt.errors import CheckpointReplaced, CorruptCheckpoint, PyckptError
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
 from pyckpt.format.item import (
@@ -147,19 +148,37 @@ class DirectReader(StorageReader):
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        assert self._metadata is not None
+        return replace(plan, storage_data=Seen(os.fspath(self.path), _save_id(self._metadata)))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        refuse_mixture([plan.storage_data for plan in plans])
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         assert self._metadata is not None
         engine = default_engine() if self._engine is None else self._engine
         self._load = load = _Load(self, self._metadata, engine, planner)
-        load.run(plan.items)
+        try:
+            load.run(plan.items)
+        except FileNotFoundError as error:
+            self._refuse_replaced(error)
+            raise
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _refuse_replaced(self, error: FileNotFoundError) -> None:
+        """Raise where a save has swept out what was read from, as is its right."""
+        try:
+            now = metadata_format.read(self.path / commit.metadata_name())
+        except (OSError, PyckptError):
+            return
+        assert self._metadata is not None
+        if _save_id(now) != _save_id(self._metadata):
+            raise CheckpointReplaced(
+                f"{self.path} was saved over while it was loaded; load it again"
+            ) from error
 
 
 @dataclass(slots=True)
@@ -170,6 +189,11 @@ class _Check:
     info: StorageInfo
     payload: Payload
     tiles: list[tuple[int, int, int]]  # begin, end, checksum
+
+
+def _save_id(metadata: Metadata) -> str | None:
+    """Which save a checkpoint is of; None where it does not say."""
+    return None if metadata.storage_meta is None else metadata.storage_meta.save_id
 
 
 class _Temporary(NamedTuple):

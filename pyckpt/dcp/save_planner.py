@@ -333,7 +333,10 @@ class SavePlanner(DefaultSavePlanner):
         for rank, (of_rank, plan) in enumerate(zip(known, before, strict=True)):
             if of_rank is not None and plan is not None:
                 # In another process group it may have had another number.
-                local[rank] = plan.local[of_rank.rank]
+                # What its writer says is of this save, and not in what is remembered.
+                local[rank] = dataclasses.replace(
+                    plan.local[of_rank.rank], storage_data=local[rank].storage_data
+                )
                 self._wrote[rank] = {item.index for item in plan.final[of_rank.rank].items}
         final, metadata = self._create_global_plan(local)
         name = uuid.uuid4().hex

@@ -312,8 +312,10 @@ class PinnedStager:
             try:
                 self._finisher.submit(task)
                 return
-            except RuntimeError:  # the interpreter is on its way out
-                pass
+            except RuntimeError:
+                # The interpreter is on its way out, or no thread can be started. The task may be
+                # in the pool's queue all the same, and is not to be run twice.
+                self._finisher = None
         task()
 
     def forget_parent(self) -> None:
@@ -421,6 +423,8 @@ class Staging:
         self.streams_volatile = direct and native.streamed_volatile_bytes > 0
         """The same of what may change before the next step."""
         self.save_thread: threading.Thread | None = None
+        self.dropped = False
+        """Whether the state dict of the copies is gone, as after an ``async_save`` that raised."""
         self.on_release: Callable[[], object] = bool
         """Called when the save is over, however it ended."""
         self.planning: CollectorPause | None = None
@@ -480,8 +484,9 @@ class Staging:
         """Wait until the save is through with the state, or has ended."""
         while not self._released.is_set() and self.save_thread is not threading.current_thread():
             thread = self.save_thread
-            # A save that fails before it writes tells nobody but its future: its thread ends.
-            if thread is not None and not thread.is_alive():
+            # A save that fails before it writes tells nobody but its future: its thread ends. One
+            # that finds no thread has not even that.
+            if self.dropped if thread is None else not thread.is_alive():
                 self.release()
             self._released.wait(_THREAD_LOOK_SECONDS)
 
@@ -544,6 +549,10 @@ class StagedStateDict(dict[str, Any]):
     def __init__(self, values: dict[str, Any], staging: Staging) -> None:
         super().__init__(values)
         self.staging = staging
+
+    def __del__(self) -> None:
+        # No more than that: it may come at any line of a thread that holds the stager's lock.
+        self.staging.dropped = True
 
     def __reduce__(self) -> Any:
         from pyckpt.dcp.shared import share

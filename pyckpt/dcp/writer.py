@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
@@ -33,10 +34,12 @@ from pyckpt.dcp.items import (
     expected_size,
     notes_of,
     places_of,
+    size_of_file,
     unpack,
     write_result,
 )
 from pyckpt.dcp.known_planners import KNOWN_PLANNERS, planner_is_known
+from pyckpt.dcp.parts import Part, host_name, refuse_mismatch
 from pyckpt.dcp.save_planner import RESULTS, KnownPlan, PlannedMetadata, SavePlanner
 from pyckpt.dcp.stager import (
     PinnedStager,
@@ -46,6 +49,7 @@ from pyckpt.dcp.stager import (
     release_at_thread_end,
 )
 from pyckpt.engine import Engine, abandoned, default_engine
+from pyckpt.errors import SaveError
 from pyckpt.format import commit
 from pyckpt.format.metadata import encode
 from pyckpt.format.template import Template
@@ -62,6 +66,9 @@ _commit_lock = fork_safe_lock()
 # Data files of saves under way that other saves of this process, into the same directory, must not
 # sweep out. Ranks need no such thing, since their collectives keep their saves apart.
 _unfinished: set[Path] = set()
+# Parts that a coordinator has seen. Planners keep plans, with what was in them, and may take one
+# for that of a later save: then the rank's word of that save is not to be had.
+_seen: WeakSet[Part] = WeakSet()
 _devices_told: set[int] = set()  # of which the log said that they do not do direct I/O
 
 
@@ -120,6 +127,9 @@ class DirectWriter(StorageWriter):
         self._alone = False
         self._is_coordinator = False
         self._save_id = commit.new_save_id()
+        self._number = 0  # of the save, counting those that were called for
+        self._is_counted = False
+        self._parts: dict[int, Part] = {}  # of the ranks, as far as the coordinator knows
         self._job: _C.WriteJob | None = None
         self._data_file: Path | None = None
         self._stager = stager
@@ -186,6 +196,9 @@ class DirectWriter(StorageWriter):
         Ranks must not part ways: where there are several, these errors come from
         `prepare_local_plan`, so that they travel with DCP's collectives.
         """
+        # First of all: a rank that fails to begin this save is not to take the next one for it.
+        self._number += 1
+        self._is_counted = True
         stager = default_stager(self._engine) if self._stager is None else self._stager
         if not _has_company():
             stager.raise_failure()
@@ -254,6 +267,9 @@ class DirectWriter(StorageWriter):
         self._data_file = None
         self._alone = False
         self._is_coordinator = is_coordinator
+        self._number += not self._is_counted
+        self._is_counted = False
+        self._parts = {}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         staging = self._staging
@@ -261,8 +277,9 @@ class DirectWriter(StorageWriter):
             staging.stager.raise_failure()
             if staging.busy is not None and staging.stager.when_busy == "error":
                 raise staging.busy
-        commit.make_directory(self.path, sync=self.sync_files)
-        self._sweep_remains()
+        commit.make_directory(self.path, sync=self.sync_files and self._commits)
+        if self._commits:
+            self._sweep_remains()
         metadata = self.path / self._metadata_name()
         if not self._use_collectives and (self.path / commit.metadata_name()).exists():
             _logger.warning(
@@ -274,22 +291,46 @@ class DirectWriter(StorageWriter):
             raise FileExistsError(
                 errno.EEXIST, "a checkpoint is there already, and overwrite=False", str(metadata)
             )
-        if staging is not None:
-            if not self._is_coordinator:
-                staging.end_planning()
-            if staging.busy is not None:
-                return dataclasses.replace(plan, storage_data=_SKIP)
-        return plan
+        if staging is not None and not self._is_coordinator:
+            staging.end_planning()
+        part = Part(
+            rank=self._rank,
+            host=host_name(),
+            path=str(self.path),
+            inode=os.stat(self.path).st_ino,
+            number=self._number,
+            save_id=self._save_id,
+            skip=staging is not None and staging.busy is not None,
+        )
+        return _with_part(plan, part)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self._staging is not None:
             self._staging.end_planning()
         self._alone = len(plans) == 1
-        self._skips = any(plan.storage_data == _SKIP for plan in plans)
+        parts = [_part_of(plan) for plan in plans]
+        self._parts = {part.rank: part for part in parts if part is not None and part not in _seen}
+        _seen.update(self._parts.values())
+        if self._parts:
+            refuse_mismatch(list(self._parts.values()))
+        self._skips = any(part.skip for part in self._parts.values())
         if self._skips:
             # Where one rank has no memory for a save, none of them saves.
-            plans = [dataclasses.replace(plan, storage_data=_SKIP) for plan in plans]
+            plans = [
+                plan if part is None else _with_part(plan, dataclasses.replace(part, skip=True))
+                for plan, part in zip(plans, parts, strict=True)
+            ]
         return plans
+
+    def _is_skipped(self, plan: SavePlan) -> bool:
+        part = _part_of(plan)
+        # A planner may have kept that of another save.
+        if part is not None and part.save_id == self._save_id and part.skip:
+            return True
+        staging = self._staging
+        if staging is not None and staging.busy is not None:
+            raise staging.busy  # nothing was copied, and the planner lost the word of it
+        return False
 
     def write_data(
         self, plan: SavePlan, planner: StockSavePlanner
@@ -299,7 +340,7 @@ class DirectWriter(StorageWriter):
         if staging is not None:
             staging.end_planning()  # where it did not come by `prepare_global_plan`
         try:
-            if plan.storage_data == _SKIP:
+            if self._is_skipped(plan):
                 _logger.warning("%s: not saved, since earlier saves hold the memory", self.path)
                 future.set_result([])
             else:
@@ -330,6 +371,7 @@ class DirectWriter(StorageWriter):
             with collector_paused():
                 data, files = self._describe(metadata, results)
             with _commit_lock, named("commit", len(data)):
+                self._look_for_files(results)
                 self._commit(data, files)
         finally:
             self._forget_data_file()
@@ -369,10 +411,15 @@ class DirectWriter(StorageWriter):
     def _sweep_remains(self) -> None:
         """Make room: remove what earlier saves that failed left, of all ranks, before any rank of
         this save writes."""
-        if self._is_coordinator or not self._use_collectives:
-            with _commit_lock:
-                self._before_sweep()
-                commit.remove_remains(self.path, self._unfinished_names(), rank=self._own_rank())
+        with _commit_lock:
+            self._before_sweep()
+            commit.begin_save(
+                self.path, self._unfinished_names(), sync=self.sync_files, rank=self._own_rank()
+            )
+
+    @property
+    def _commits(self) -> bool:
+        return self._is_coordinator or not self._use_collectives
 
     def _own_rank(self) -> int | None:
         """The rank whose files this process may remove; None for all."""
@@ -383,11 +430,35 @@ class DirectWriter(StorageWriter):
         others = tuple(_unfinished)
         return {path.name for path in others if os.path.realpath(path.parent) == here}
 
-    def _commit(self, data: bytes, files: set[str]) -> None:
-        if self._data_file is not None and not self._data_file.exists():
-            raise FileNotFoundError(
-                errno.ENOENT, "removed before its save was committed", str(self._data_file)
+    def _look_for_files(self, results: Sequence[Sequence[WriteResult | Packed]]) -> None:
+        """Check that the files of all ranks are where this one sees them, before they count. No
+        cache says what is not so: nobody on this machine has looked for these names before."""
+        for rank, of_rank in enumerate(results):
+            named = size_of_file(of_rank)
+            if named is None:
+                continue
+            name, size = named
+            try:
+                found: int | None = os.stat(self.path / name).st_size
+            except FileNotFoundError:
+                found = None
+            if found is not None and found >= size:
+                continue
+            if self.path / name == self._data_file and found is None:
+                raise FileNotFoundError(
+                    errno.ENOENT, "removed before its save was committed", str(self._data_file)
+                )
+            part = self._parts.get(rank)
+            where = "" if part is None else f" ({part.host}), into {part.path}"
+            raise SaveError(
+                f"rank {rank} wrote {size} bytes to {name}{where}; "
+                f"rank {self._rank} ({host_name()}), which commits, "
+                f"{'does not see that file' if found is None else f'sees {found} bytes of it'} "
+                f"in {self.path}. All ranks must save into one directory, on a file system that "
+                "they share; nothing was committed"
             )
+
+    def _commit(self, data: bytes, files: set[str]) -> None:
         name = self._metadata_name()
         commit.commit_metadata(
             self.path, name, data, sync=self.sync_files, before_rename=self._before_commit
@@ -406,6 +477,20 @@ class DirectWriter(StorageWriter):
 
     def _before_sweep(self) -> None:
         """The same, before it looks for what earlier saves left, and removes that."""
+
+    # For those who make saves without DCP's `async_save`.
+
+    def close_save(self) -> None:
+        """Give back what staging took. Where the thread that saved ends, that does it."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.release()
+
+    @property
+    def files(self) -> set[str]:
+        """Names of the data files that the ranks may have written; known to the rank that
+        commits."""
+        return {commit.data_file_name(rank, part.save_id) for rank, part in self._parts.items()}
 
     def _forget_data_file(self) -> None:
         if self._data_file is not None:
@@ -537,7 +622,13 @@ class Results:
         return self._template
 
 
-_SKIP = "pyckpt: skip this save"
+def _part_of(plan: SavePlan) -> Part | None:
+    part = plan.storage_data
+    return part if isinstance(part, Part) else None
+
+
+def _with_part(plan: SavePlan, part: Part) -> SavePlan:
+    return dataclasses.replace(plan, storage_data=part)
 
 
 def _has_company() -> bool:

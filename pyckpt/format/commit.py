@@ -5,6 +5,9 @@ Data files get names that no earlier save used, so nothing that counts is ever w
 the new metadata over the old is the commit: before it the directory is the old checkpoint, after it
 the new one. Data files that no metadata names are the remains of saves that failed, or were
 replaced; the next commit sweeps them out.
+
+Where there is no metadata yet, a mark says that data files are those of a save that has begun, and
+may be swept out. Without the mark they are a checkpoint that has lost its metadata.
 """
 
 from __future__ import annotations
@@ -22,12 +25,16 @@ from pyckpt.errors import PyckptError
 from pyckpt.format import metadata as metadata_format
 
 __all__ = [
+    "REMOVED",
+    "begin_save",
     "commit_metadata",
     "data_file_name",
+    "is_mark",
     "make_directory",
+    "mark_name",
     "metadata_name",
     "new_save_id",
-    "remove_remains",
+    "remove_failed",
     "remove_unnamed",
     "sync_directory",
     "sync_opened_directory",
@@ -37,6 +44,14 @@ _logger = logging.getLogger("pyckpt")
 
 _DATA_FILE = re.compile(r"__(?P<rank>\d+)_[^/]+\.distcp")
 _METADATA_FILE = re.compile(r"(__\d+)?\.metadata")
+_MARK = re.compile(r"\.saving(\.\d+)?")
+
+REMOVED = ".metadata.removed"
+"""What the metadata of a checkpoint is called once its removal has begun."""
+
+# Directories whose own name is on disk, and so are those above them, by the path without links.
+# With device and inode, since another process may remove one and make one of the same name.
+_durable: dict[str, tuple[int, int]] = {}
 
 
 def new_save_id() -> str:
@@ -53,6 +68,18 @@ def metadata_name(rank: int | None = None) -> str:
     """The file that commits a save; of a rank, where each commits for itself
     (``use_collectives=False``)."""
     return ".metadata" if rank is None else f"__{rank}.metadata"
+
+
+def mark_name(rank: int | None = None) -> str:
+    """The file that is in a directory from the beginning of its first save to the commit; of a
+    rank, where each commits for itself. Hidden, as the metadata is: what copies a checkpoint
+    without the one does not copy the other."""
+    return ".saving" if rank is None else f".saving.{rank}"
+
+
+def is_mark(name: str) -> bool:
+    """Whether a file is what ``mark_name`` names."""
+    return _MARK.fullmatch(name) is not None
 
 
 @contextmanager
@@ -91,21 +118,45 @@ def sync_opened_directory(descriptor: int, path: Path) -> None:
 
 
 def make_directory(path: Path, *, sync: bool) -> None:
-    """Make a directory and those above it, durably with ``sync``. One that exists is fine.
+    """Make a directory and those above it. One that exists is fine.
+
+    Args:
+        sync: return when the names of all of them are durable, whoever made them: it may have been
+            a process that was killed before it came to that, or another rank. Done once a process.
 
     Raises:
         NotADirectoryError: there is a file of that name.
-        OSError: a directory cannot be made.
+        OSError: a directory cannot be made, or synced.
     """
+    _make_directory(path)
+    if sync:
+        _sync_name(Path(os.path.realpath(path)))
+
+
+def _make_directory(path: Path) -> None:
     if path.is_dir():
         return
-    make_directory(path.parent, sync=sync)
+    _make_directory(path.parent)
     try:
-        path.mkdir(exist_ok=True)  # another rank may have been faster
+        path.mkdir()
     except FileExistsError:
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
-    if sync:
-        sync_directory(path.parent)
+        if not path.is_dir():  # or else another rank was faster
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
+    _durable.pop(os.path.realpath(path), None)
+
+
+def _sync_name(path: Path) -> None:
+    status = os.stat(path)
+    identity = (status.st_dev, status.st_ino)
+    if _durable.get(str(path)) == identity:
+        return
+    # What is mounted has its place already.
+    if path.parent != path and os.stat(path.parent).st_dev == status.st_dev:
+        _sync_name(path.parent)
+        # Who may not read a directory cannot sync it, and did not make what is in it.
+        with suppress(PermissionError):
+            sync_directory(path.parent)
+    _durable[str(path)] = identity
 
 
 def commit_metadata(
@@ -145,7 +196,8 @@ def commit_metadata(
 def remove_unnamed(
     directory: Path, named: set[str], *, committed: str, rank: int | None = None
 ) -> None:
-    """Remove the data files, of one rank or of all, that no metadata in the directory names.
+    """Remove the data files, of one rank or of all, that no metadata in the directory names, and
+    the mark of a first save.
 
     Call it right after a commit: ``committed`` is the metadata's name, and ``named`` what that
     metadata names. A file that cannot be removed is logged and stays: it takes room, but it cannot
@@ -155,24 +207,83 @@ def remove_unnamed(
         names = os.listdir(directory)
         unnamed = {name for name in names if _is_data_file(name, rank)} - named
         _remove(directory, unnamed, {*filter(_METADATA_FILE.fullmatch, names)} - {committed})
+        marks = set(filter(is_mark, names))
+        _unlink(directory, marks if rank is None else marks & {mark_name(rank)})
     except (OSError, PyckptError) as error:
         _logger.warning("%s: files of earlier saves were not looked for: %s", directory, error)
 
 
-def remove_remains(directory: Path, keep: set[str], *, rank: int | None = None) -> None:
-    """Remove the data files, of one rank or of all, that saves which failed have left.
+def begin_save(directory: Path, keep: set[str], *, sync: bool, rank: int | None = None) -> None:
+    """Make a directory ready for a save: remove the data files, of one rank or of all, that saves
+    which failed have left there; where there is no checkpoint yet, mark that a save has begun.
 
-    Call it before a save writes, so that remains on a full disk do not keep the next save from
-    having its room. Looks closer, at what the metadata names, only where there is more than a
-    checkpoint has: two files of one rank, or any without metadata.
+    Call it before a save writes, so that remains on a full disk do not keep it from having their
+    room. Looks closer, at what the metadata names, only where there is more than a checkpoint has:
+    two files of one rank.
+
+    Args:
+        keep: data files of other saves that are under way.
+
+    Raises:
+        FileExistsError: there are data files, with neither metadata nor mark: no save has left
+            them, so they are not removed.
+        OSError: the directory cannot be read, or the mark cannot be made.
+    """
+    names = os.listdir(directory)
+    data = {name for name in names if _is_data_file(name, rank)} - keep
+    metadata = {*filter(_METADATA_FILE.fullmatch, names)}
+    if metadata:
+        ranks = [name.split("_")[2] for name in data]
+        if len(ranks) != len(set(ranks)):
+            _sweep(directory, data, metadata, sync=sync)
+        return
+    if data and REMOVED not in names and not any(map(is_mark, names)):
+        raise FileExistsError(
+            errno.EEXIST,
+            f"data files of a checkpoint without its {metadata_name()}, which this save would "
+            "remove. It may be a copy that lacks it: 'cp directory/*' leaves it out. Bring it "
+            "back, or move the files away",
+            str(directory),
+        )
+    _unlink(directory, data)
+    mark = directory / mark_name(rank)
+    with suppress(FileExistsError):
+        os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+    if sync:
+        # Also one that was there: a name of a data file must not outlive it.
+        sync_directory(directory)
+
+
+def remove_failed(directory: Path, files: set[str], *, sync: bool) -> None:
+    """Remove what a save that failed has left of its data files; and the directory, unless there is
+    something else in it. Does not raise; logs what could not be removed.
+
+    Args:
+        files: those that the save was to write, whether it did or not.
     """
     try:
-        names = os.listdir(directory)
-        data = {name for name in names if _is_data_file(name, rank)} - keep
+        names = set(os.listdir(directory))
         metadata = {*filter(_METADATA_FILE.fullmatch, names)}
-        ranks = [name.split("_")[2] for name in data]
-        if not metadata or len(ranks) != len(set(ranks)):
-            _remove(directory, data, metadata)
+        _sweep(directory, names & files, metadata, sync=sync)
+        others = any(_is_data_file(name, None) for name in names - files)
+        if not metadata and not others:
+            _unlink(directory, {*filter(is_mark, names)})
+            with suppress(OSError):
+                os.rmdir(directory)
+                _durable.pop(os.path.realpath(directory), None)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        _logger.warning("%s: what a failed save left was not removed: %s", directory, error)
+
+
+def _sweep(directory: Path, names: set[str], metadata: set[str], *, sync: bool) -> None:
+    """`_remove`, beside metadata that another process may have put there and not made durable: the
+    old metadata, which may come back, must find its data. Does not raise."""
+    try:
+        if sync and names and metadata:
+            sync_directory(directory)
+        _remove(directory, names, metadata)
     except (OSError, PyckptError) as error:
         _logger.warning("%s: files of earlier saves were not looked for: %s", directory, error)
 
@@ -182,6 +293,10 @@ def _remove(directory: Path, names: set[str], metadata: set[str]) -> None:
     if names:
         for name in metadata:
             names -= metadata_format.data_files(metadata_format.read(directory / name)).keys()
+    _unlink(directory, names)
+
+
+def _unlink(directory: Path, names: set[str]) -> None:
     for name in names:
         try:
             os.unlink(directory / name)

@@ -90,11 +90,20 @@ class GroupAgreement(Agreement):
     Args:
         facts: what this rank knows; called from a thread.
         group: the group. Every rank must make its GroupAgreement.
+        on_lost: called with the error, from a thread, when a rank is gone and no more can be agreed
+            on. What this rank is asked to stop by counts from then on without the others.
     """
 
-    def __init__(self, facts: Callable[[], Facts], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        facts: Callable[[], Facts],
+        group: dist.ProcessGroup,
+        *,
+        on_lost: Callable[[BaseException], object] = bool,
+    ) -> None:
         self._facts = facts
         self._group = group
+        self._on_lost = on_lost
         # Guarded by the condition's lock.
         self._condition = threading.Condition(fork_safe_lock())
         self._step = _NEVER
@@ -127,7 +136,9 @@ class GroupAgreement(Agreement):
                 self._condition.wait()
             while self._coming and self._coming[0][0] <= step:
                 self._in_force = self._coming.pop(0)[1]
-            return self._in_force
+            facts = self._in_force
+            alone = self._over and not self._closing.is_set()
+        return facts._replace(stops=max(facts.stops, self._facts().stops)) if alone else facts
 
     def close(self, *, wait: bool) -> None:
         self._closing.set()
@@ -164,6 +175,8 @@ class GroupAgreement(Agreement):
         except RuntimeError as error:
             # A rank is gone, and training will find out too. What was agreed on stays.
             _logger.warning("ranks cannot agree on saves any more: %s", error)
+            if not self._closing.is_set():
+                self._on_lost(error)
         finally:
             with self._condition:
                 self._promised = None

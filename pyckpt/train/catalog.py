@@ -50,11 +50,10 @@ NOTE_KEY = "pyckpt.checkpoint"
 """The key, beside those of the state, under which a checkpoint says of itself what no tensor says:
 a string of JSON with its step, whether it is final, and the metrics that came with it."""
 
-REMOVED = ".metadata.removed"
-"""What the metadata of a checkpoint is called once its removal has begun."""
+REMOVED = commit.REMOVED
 
 _DIRECTORY = re.compile(r"step-(\d{8,})")
-_DATA_FILE = re.compile(r"__\d+_[^/]+\.distcp|\.metadata\.tmp")
+_DATA_FILE = re.compile(r"__\d+_[^/]+\.distcp|\.metadata\.tmp|\.saving(\.\d+)?")
 _NAMES_SHOWN = 3
 
 

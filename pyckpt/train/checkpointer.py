@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -81,6 +82,11 @@ class Checkpointer:
             disk; "wait" waits.
         process_group: the ranks that train together, default all. Any backend: what the ranks have
             to say to each other goes over gloo groups that are made here.
+        timeout: how long a rank may keep the others waiting, in a save or a restore, in seconds or
+            as a timedelta; default what torch has for gloo groups, half an hour. Then all of them
+            raise ``RanksLost``, which names it, and this Checkpointer saves and restores no more;
+            the last checkpoint is still there. Give slow disks time: ranks wait for the one that
+            writes last.
         engine: the memory and threads to use; by default those that everyone shares.
 
     Raises:
@@ -100,8 +106,13 @@ class Checkpointer:
         on_signals: Sequence[str | signal.Signals] = (),
         when_busy: Literal["skip", "wait"] = "skip",
         process_group: dist.ProcessGroup | None = None,
+        timeout: float | timedelta | None = None,
         engine: Engine | None = None,
     ) -> None:
+        if timeout is not None and not isinstance(timeout, timedelta):
+            timeout = timedelta(seconds=timeout)
+        if timeout is not None and timeout <= timedelta(0):
+            raise ValueError(f"{timeout = !s} must be more than 0 seconds, or None.")
         if when_busy not in ("skip", "wait"):
             raise ValueError(f"{when_busy = } must be 'skip' or 'wait'.")
         self._retention = Retention(keep_last, keep_every, keep_best)
@@ -139,7 +150,7 @@ class Checkpointer:
             # DCP tells, at each save, that it does without; so do we, in every docstring.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
-            self._ranks = Ranks(process_group)
+            self._ranks = Ranks(process_group, timeout)
             self._fence = Fence(self.directory, taken=self._begin_to_save)
             self._saver = Saver(
                 self._catalog, self._ranks, self._fence, engine, on_commit=self._commit
@@ -148,7 +159,7 @@ class Checkpointer:
             self._agreement: Agreement = (
                 LocalAgreement(self._facts)
                 if self._ranks.talk is None
-                else GroupAgreement(self._facts, self._ranks.talk)
+                else GroupAgreement(self._facts, self._ranks.talk, on_lost=self._lost)
             )
         except BaseException:
             self._signals.close()
@@ -197,12 +208,14 @@ class Checkpointer:
             if stopping:
                 self._stop_requested = True
             else:
-                self._saver.raise_failure(facts.failed)
+                # Where the ranks cannot agree any more, each tells of what it knows.
+                self._saver.raise_failure(None if self._ranks.lost else facts.failed)
             self._step = step
             requested = facts.requests > self._served
             due = self._policy.due_at(step)
             if not (stopping or requested or due):
                 return None
+            self._ranks.check()
             failed = facts.failed == self._saver.started
             if self._saved is not None and self._saved.step == step and not failed:
                 return self._saved  # `save` was called for this step
@@ -249,6 +262,7 @@ class Checkpointer:
             raise ValueError(f"{step = } must be 0 or more.")
         self._saver.wait()
         self._saver.raise_failure()
+        self._ranks.check()
         handle = self._start(step, state, metrics, final)
         if final:
             self._saver.wait()
@@ -301,6 +315,10 @@ class Checkpointer:
                 saved=saved,
                 failed=failed,
             )
+
+    def _lost(self, error: BaseException) -> None:
+        """Called by the thread that talks to the others, when it cannot any more."""
+        self._ranks.lose(error, "agreeing on what to save")
 
     def _start(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None, final: bool
@@ -394,6 +412,7 @@ class Checkpointer:
         """
         self._check_open()
         self._saver.wait()
+        self._ranks.check()
         start = time.perf_counter()
         restored = self._restorer.restore(state, step, options)
         if restored is not None:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from pyckpt.dcp.failures import portable_errors
 from pyckpt.dcp.writer import DirectWriter
+from pyckpt.errors import SaveError
 from pyckpt.statistics import WriteStatistics
 from pyckpt.train.fence import Fence
 
@@ -151,8 +152,11 @@ class ReportingWriter(DirectWriter):
 
     Args:
         path: directory of the checkpoint.
+        number: which save this is, the same on all ranks.
         fence: who may commit there.
         on_written: called when this rank's data is on disk.
+        on_sweep: called by the rank that commits, before any rank writes.
+        arrive: called when this rank has written, or failed to.
         failure: makes the save fail, on all ranks. Where a rank cannot even begin, the others have
             begun, and wait for it in a collective.
         options: as for DirectWriter.
@@ -162,16 +166,22 @@ class ReportingWriter(DirectWriter):
         self,
         path: Path,
         *,
+        number: int,
         fence: Fence,
         on_written: Callable[[], None],
+        on_sweep: Callable[[], None],
+        arrive: Callable[[], None],
         failure: Exception | None = None,
         **options: Any,
     ) -> None:
         super().__init__(path, **options)
+        self._number = number - 1
         self._fence = fence
         self._fenced = ExitStack()
         self._items: Sequence[WriteItem] = ()
         self._on_written = on_written
+        self._on_sweep = on_sweep
+        self._arrive = arrive
         self._failure = failure
 
     @cached_property
@@ -202,23 +212,27 @@ class ReportingWriter(DirectWriter):
         self, plan: SavePlan, planner: SavePlanner
     ) -> torch.futures.Future[list[WriteResult]]:
         self._items = plan.items
-        with portable_errors():
-            future = super().write_data(plan, planner)
-            self._on_written()
-        return future
+        try:
+            with portable_errors():
+                future = super().write_data(plan, planner)
+                self._on_written()
+            return future
+        finally:
+            self._arrive()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         with portable_errors():
             try:
                 with self._fenced:
                     super().finish(metadata, results)
-            except OSError:
+            except (OSError, SaveError):
                 # Files that another job has removed are its doing, and not the disk's.
                 with self._fence.held():
                     raise
 
     def _before_sweep(self) -> None:
         self._fenced.enter_context(self._fence.held())
+        self._on_sweep()
 
     def _before_commit(self) -> None:
         # Until `finish` ends: what is swept out after the commit may be another job's otherwise.

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from pyckpt.dcp.parts import name_ranks
+from pyckpt.errors import RanksLost
+from pyckpt.train.roll_call import RollCall
 
 __all__ = ["Ranks"]
 
@@ -18,41 +26,130 @@ class Ranks:
 
     Making it is collective. Without `torch.distributed` there is one rank, and no group.
 
+    Args:
+        process_group: the ranks, default all.
+        timeout: how long to wait for a rank; default what gloo groups have.
+
     Attributes:
         rank, size: of this process, among them.
         work: for saving and loading.
         talk: for ``GroupAgreement``; None for a single rank.
+        lost: why the ranks can do nothing together any more; None as long as they can.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, timeout: timedelta | None = None
+    ) -> None:
         self.rank, self.size = 0, 1
         self.work: dist.ProcessGroup | None = None
         self.talk: dist.ProcessGroup | None = None
+        self.lost: RanksLost | None = None
+        self._losing = threading.Lock()
+        self._timeout = timeout
+        self._roll_call: RollCall | None = None
         if not dist.is_available() or not dist.is_initialized():
             return
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
         if self.rank < 0:
             raise ValueError("this rank is not in the process group")
-        self.work = _gloo(process_group)
+        self.work = _gloo(process_group, timeout)
         if self.size > 1:
-            self.talk = _gloo(process_group)
+            self.talk = _gloo(process_group, timeout)
+            self._roll_call = RollCall(self.work.group_name, self.rank, self.size)
 
     def largest(self, number: int) -> int:
-        """The largest of the ranks' numbers. Collective."""
-        if self.work is None:
-            return number
-        tensor = torch.tensor([number], dtype=torch.int64, device="cpu")
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.work)
-        return int(tensor)
+        """The largest of the ranks' numbers. Collective.
+
+        Raises:
+            RanksLost: a rank did not come.
+        """
+        return self._largest([number], torch.int64)[0]
 
     def on_any(self, names: Sequence[str], mine: Collection[str]) -> list[str]:
-        """Those of some names, the same on all ranks, that any rank calls its own. Collective."""
+        """Those of some names, the same on all ranks, that any rank calls its own. Collective.
+
+        Raises:
+            RanksLost: a rank did not come.
+        """
         if self.work is None or not names:
             return [name for name in names if name in mine]
-        flags = torch.tensor([name in mine for name in names], dtype=torch.uint8, device="cpu")
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.work)
-        return [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
+        flags = self._largest([name in mine for name in names], torch.uint8)
+        return [name for name, flag in zip(names, flags, strict=True) if flag]
+
+    def _largest(self, numbers: Sequence[int], dtype: torch.dtype) -> list[int]:
+        if self.work is None:
+            return list(numbers)
+        self.check()
+        self.arrive()
+        tensor = torch.tensor(numbers, dtype=dtype, device="cpu")
+        try:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.work)
+        except RuntimeError as error:
+            raise self.lose(error, "restoring") from error
+        found: list[int] = tensor.tolist()
+        return found
+
+    # --- when some do not come --------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise if the ranks can do nothing together any more.
+
+        Raises:
+            RanksLost: so it is.
+        """
+        if self.lost is not None:
+            raise self.lost
+
+    def arrive(self) -> None:
+        """Let the others know that this rank has come to where all ranks meet next."""
+        if self._roll_call is not None:
+            self._roll_call.arrive()
+
+    @contextmanager
+    def meetings(self, number: int) -> Iterator[None]:
+        """In this block all ranks ``arrive`` so many times; or fewer, where the block fails."""
+        count = 0 if self._roll_call is None else self._roll_call.count
+        try:
+            yield
+        finally:
+            if self._roll_call is not None:
+                self._roll_call.count = count + number
+
+    def lose(self, error: BaseException, doing: str) -> RanksLost:
+        """The ranks did not meet: note that they have parted, and find out who is missing.
+
+        Args:
+            error: what the collective raised.
+            doing: what it was part of.
+
+        Returns:
+            What to raise: now, and wherever the ranks would meet again.
+        """
+        with self._losing:
+            if self.lost is None:
+                self.lost = self._explain(error, doing)
+                _logger.error("%s", self.lost)
+            return self.lost
+
+    def _explain(self, error: BaseException, doing: str) -> RanksLost:
+        missing: list[int] = []
+        if self._roll_call is not None:
+            missing = self._roll_call.missing(wait="imed out" in str(error))
+        if missing:
+            assert self._roll_call is not None
+            hosts = sorted({host for rank in missing if (host := self._roll_call.host(rank))})
+            of = f" ({', '.join(hosts)})" if hosts else ""
+            who = f"{name_ranks(missing)}{of} did not come"
+        else:
+            who = "the ranks did not meet; it is not known who is missing"
+        waited = "" if self._timeout is None else f" (timeout={self._timeout.total_seconds():g} s)"
+        return RanksLost(
+            f"{doing} failed: {who}{waited}. This Checkpointer saves and restores no more: end the "
+            "job and resume from the last checkpoint, or make new process groups and a new "
+            f"Checkpointer on all ranks. ({type(error).__name__}: {error})",
+            ranks=tuple(missing),
+        )
 
     def close(self) -> None:
         """Let go of the groups. Idempotent."""
@@ -63,11 +160,9 @@ class Ranks:
                     dist.destroy_process_group(group)
 
 
-def _gloo(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def _gloo(process_group: dist.ProcessGroup | None, timeout: timedelta | None) -> Any:
     # Where only some of all ranks are in the group, the others do not come here to make another.
     ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
-    group: dist.ProcessGroup | None = dist.new_group(
-        ranks, backend="gloo", use_local_synchronization=ranks is not None
+    return dist.new_group(
+        ranks, timeout=timeout, backend="gloo", use_local_synchronization=ranks is not None
     )
-    assert group is not None
-    return group

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -17,6 +19,7 @@ from pyckpt.dcp.save_planner import SavePlanner
 from pyckpt.dcp.stager import PinnedStager
 from pyckpt.engine import Engine
 from pyckpt.errors import PyckptError, SaveError
+from pyckpt.format import commit
 from pyckpt.locks import fork_safe_lock
 from pyckpt.train.app_state import AppState
 from pyckpt.train.catalog import NOTE_KEY, Catalog, note
@@ -31,6 +34,10 @@ _logger = logging.getLogger("pyckpt")
 
 class Saver:
     """Starts saves, and knows how they ended. All ranks start the same saves.
+
+    A rank takes part in every save that it was called for, if only to say that it fails there: were
+    it to stay away, the others would wait for it, and take its next save for this one. So the
+    thread that saves is there from the beginning.
 
     For one thread, but for the counts, which any may read.
 
@@ -66,6 +73,10 @@ class Saver:
         # Kept from save to save, for what they remember of the state.
         self._planner = SavePlanner()
         self._stager = PinnedStager(engine=engine)
+        self._thread = self._new_thread()
+        # Directories of saves that failed, and the data files that they may have left there; kept
+        # by the rank that commits.
+        self._remains: dict[Path, set[str]] = {}
         self._told = 0  # the last failure that was raised
         self._failure: BaseException | None = None
         self._lock = fork_safe_lock()
@@ -92,7 +103,15 @@ class Saver:
             wait_for([self.handle.committed])
 
     def close(self) -> None:
-        """Let go of what staging takes. Call it when no save is under way."""
+        """Let go of what staging takes, and of what failed saves left. Call it when no save is
+        under way."""
+        self._thread.shutdown()
+        if self._remains:
+            try:
+                with self._fence.held():
+                    self._remove_remains()
+            except (OSError, PyckptError) as error:
+                _logger.warning("what failed saves left was not removed: %s", error)
         self._stager.close()
 
     def raise_failure(self, failed: int | None = None) -> None:
@@ -124,25 +143,47 @@ class Saver:
             self.handle = handle
             self._launch(handle, done, turn, self._tree(step, state, metrics, final))
         except BaseException as error:
-            # If the thread has begun, the save is on its way, and goes on.
-            if turn.acquire(blocking=False):
-                self._fail(handle, done, error)
+            self._decline(handle, done, turn, error)
             if not isinstance(error, Exception):
                 raise
         handle.called()
         return handle
 
-    def _fail(self, handle: SaveHandle, done: Future[None], error: BaseException) -> None:
-        """Take part in a save only to say that it fails: the other ranks count on this one."""
+    def _decline(
+        self, handle: SaveHandle, done: Future[None], turn: threading.Lock, error: BaseException
+    ) -> None:
+        """Take part in a save only to say that it fails; unless it is on its way."""
         failure = error if isinstance(error, Exception) else SaveError(f"interrupted: {error!r}")
-        turn = threading.Lock()
-        try:
-            self._launch(handle, done, turn, {}, failure=failure)
-        except BaseException as second:
+
+        def fail() -> None:
             if turn.acquire(blocking=False):
-                done.set_exception(failure)
-            if not isinstance(second, Exception):
-                raise
+                self._save(handle, done, {}, self._writer(handle, failure=failure))
+
+        try:
+            self._in_thread(fail)
+        except BaseException:  # another interrupt
+            fail()
+            raise
+
+    def _in_thread(self, task: Callable[[], None]) -> None:
+        """Run a task in the thread that saves; or in this one, where there is none to be had. A
+        task takes its turn, so it may well be given to both."""
+        if self._pid != os.getpid():  # the thread is that of the process which this one is of
+            self._thread = self._new_thread()
+        try:
+            self._thread.submit(task)
+        except Exception as error:
+            _logger.warning("training waits for a save, which has no thread: %s", error)
+            task()
+
+    def _new_thread(self) -> ThreadPoolExecutor:
+        self._pid = os.getpid()
+        thread = ThreadPoolExecutor(1, thread_name_prefix="pyckpt-save")
+        try:
+            thread.submit(bool).result()
+        except RuntimeError as error:
+            _logger.warning("no thread to save with; every save will try again: %s", error)
+        return thread
 
     def _tree(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], final: bool
@@ -161,28 +202,29 @@ class Saver:
             tree[NOTE_KEY] = note(step, final=final, metrics=numbers)
         return tree
 
+    def _writer(self, handle: SaveHandle, failure: Exception | None = None) -> ReportingWriter:
+        handle.writer = ReportingWriter(
+            handle.path,
+            number=self.started,
+            fence=self._fence,
+            failure=failure,
+            on_written=lambda: self._written(handle),
+            on_sweep=lambda: self._remove_remains(handle.path),
+            arrive=self._ranks.arrive,
+            stager=self._stager,
+            engine=self._engine,
+        )
+        return handle.writer
+
     def _launch(
-        self,
-        handle: SaveHandle,
-        done: Future[None],
-        turn: threading.Lock,
-        tree: dict[str, Any],
-        *,
-        failure: Exception | None = None,
+        self, handle: SaveHandle, done: Future[None], turn: threading.Lock, tree: dict[str, Any]
     ) -> None:
         """Stage a state, and save it in a thread; the one place that knows how.
 
         Does what ``async_save`` does, and besides can be interrupted: the thread begins only where
         it is the first to take its ``turn``, and so who takes that before knows that it never will.
         """
-        handle.writer = writer = ReportingWriter(
-            handle.path,
-            fence=self._fence,
-            failure=failure,
-            on_written=lambda: self._written(handle),
-            stager=self._stager,
-            engine=self._engine,
-        )
+        writer = self._writer(handle)
         staged_tree = writer.stage(tree)
 
         def staged(future: Future[None]) -> None:
@@ -190,33 +232,56 @@ class Saver:
                 handle.reached("staged")
 
         writer.staged.add_done_callback(staged)
-        # A thread for each save: what staging took is given back when it ends.
-        thread = ThreadPoolExecutor(1, thread_name_prefix="pyckpt-save")
-        thread.submit(self._run, staged_tree, writer, done, turn)
-        thread.shutdown(wait=False)
+
+        def run() -> None:
+            if turn.acquire(blocking=False):
+                self._save(handle, done, staged_tree, writer)
+
+        self._in_thread(run)
         writer.synchronize_staging()
 
-    def _run(
+    def _save(
         self,
+        handle: SaveHandle,
+        done: Future[None],
         tree: dict[str, Any],
         writer: ReportingWriter,
-        done: Future[None],
-        turn: threading.Lock,
     ) -> None:
-        if not turn.acquire(blocking=False):
-            return
+        failure: BaseException | None = None
         try:
-            save(
-                tree,
-                storage_writer=writer,
-                planner=self._planner,
-                process_group=self._ranks.work,
-                no_dist=self._ranks.work is None,
-            )
+            with self._ranks.meetings(2):
+                self._ranks.arrive()
+                save(
+                    tree,
+                    storage_writer=writer,
+                    planner=self._planner,
+                    process_group=self._ranks.work,
+                    no_dist=self._ranks.work is None,
+                )
+        except CheckpointException as error:
+            failure = error
         except BaseException as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
+            # Not in what the ranks do, of which they tell each other, but where they meet.
+            failure = error
+            if self._ranks.size > 1:
+                failure = self._ranks.lose(error, f"saving {handle.path}")
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            writer.close_save()
+            if failure is None:
+                done.set_result(None)
+            else:
+                done.set_exception(failure)
+
+    def _remove_remains(self, begun: Path | None = None) -> None:
+        """Remove what this Checkpointer's failed saves left, so that a full disk has its room
+        again: before a save writes, which has begun in a directory that was swept; and at the
+        end."""
+        while self._remains:
+            path, files = self._remains.popitem()
+            if path != begun:
+                commit.remove_failed(path, files, sync=True)
 
     def _written(self, handle: SaveHandle) -> None:
         handle.reached("staged")
@@ -235,6 +300,9 @@ class Saver:
                 self._failure = failure
             self.ended = number
         if failure is not None:
+            if self._ranks.rank == 0 and handle.writer is not None:
+                files = self._remains.setdefault(handle.path, set())
+                files |= handle.writer.files
             self._stager.take_failure()  # which would make the next save fail: we tell of it here
             handle.fail(failure)
             return

@@ -1,0 +1,106 @@
+"""What the ranks of one save or load say to each other besides the plan.
+
+It travels in the plan's ``storage_data``, which is the writer's, or the reader's, own.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from pyckpt.dcp.report import some
+from pyckpt.errors import CheckpointReplaced, SaveError
+
+__all__ = ["Part", "Seen", "host_name", "name_ranks", "refuse_mismatch", "refuse_mixture"]
+
+_RANKS_SHOWN = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A rank's part in one save. Two are the same only if they are one object."""
+
+    rank: int
+    host: str
+    path: str
+    inode: int
+    """Of the directory at that path."""
+    number: int
+    """Which of its saves this is, as the rank counts them."""
+    save_id: str
+    """What the rank's file is named by."""
+    skip: bool = False
+    """From a rank: it has no memory for this save. From the coordinator: nobody saves."""
+
+
+@lru_cache(maxsize=1)
+def host_name() -> str:
+    """Of this machine."""
+    return socket.gethostname()
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Say "rank 3", or "ranks 1, 2, 5"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {some(list(ranks), _RANKS_SHOWN)}"
+
+
+def refuse_mismatch(parts: Sequence[Part]) -> None:
+    """Check that all ranks are in the same save.
+
+    Raises:
+        SaveError: they are not. What they would write does not belong together.
+    """
+    first = parts[0]
+    if all(_is_same_save(part, first) for part in parts):
+        return
+    members: dict[tuple[int, str], list[Part]] = defaultdict(list)
+    for part in parts:
+        members[part.number, part.path].append(part)
+    said = "; ".join(
+        f"{name_ranks([part.rank for part in group])} ({group[0].host}): save {number}, into {path}"
+        for (number, path), group in members.items()
+    )
+    raise SaveError(
+        f"the ranks are not in the same save: {said}. All ranks must make the same calls, with "
+        "the same steps and paths; one may have failed to begin a save that the others began"
+    )
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The checkpoint that a rank is about to load."""
+
+    path: str
+    save_id: str | None
+    """None where the checkpoint does not say."""
+
+
+def refuse_mixture(seen: Sequence[object]) -> None:
+    """Check that all ranks load the same save.
+
+    Raises:
+        CheckpointReplaced: they do not: each reads the metadata for itself, and it was replaced
+            after one of them had.
+    """
+    members: dict[Seen, list[int]] = defaultdict(list)
+    for rank, of_rank in enumerate(seen):
+        if isinstance(of_rank, Seen):  # a planner may have lost it
+            members[of_rank].append(rank)
+    if len({of_rank.save_id for of_rank in members}) > 1:
+        said = "; ".join(
+            f"{name_ranks(ranks)}: save {of_rank.save_id} in {of_rank.path}"
+            for of_rank, ranks in members.items()
+        )
+        raise CheckpointReplaced(
+            f"ranks see different checkpoints: {said}. It was saved over in between: load it "
+            "again; or the path is not the same directory on all of them"
+        )
+
+
+def _is_same_save(part: Part, other: Part) -> bool:
+    # What one rank mounts at another place than another is the same directory still.
+    same_directory = part.path == other.path or part.inode == other.inode
+    return same_directory and part.number == other.number
