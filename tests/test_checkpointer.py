@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,40 @@ def test_training_goes_on_beside_a_save_and_does_not_wait_for_it(
         statistics = checkpointer.statistics
     assert (statistics.saves, statistics.skipped, statistics.failed) == (2, 1, 0)
     assert steps_in(tmp_path) == [10, 30]
+
+
+def test_what_was_due_last_and_left_out_is_saved_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    run = Run()
+    with Checkpointer(tmp_path, every_steps=10) as checkpointer:
+        run.to(22, checkpointer)
+        threading.Timer(0, gate.open.set).start()
+    assert steps_in(tmp_path) == [10, 22]
+    step, again = resumed(tmp_path)
+    assert step == 22
+    assert again.equals(Run().to(22))
+
+
+@pytest.mark.parametrize("what", ["saved since", "restored since", "raised"])
+def test_what_was_left_out_is_not_always_owed(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    run = Run()
+    with suppress(ZeroDivisionError), Checkpointer(tmp_path, every_steps=10) as checkpointer:
+        run.to(22, checkpointer)
+        gate.open.set()
+        if what == "saved since":
+            checkpointer.save(22, run.state)
+            run.train(23)
+            checkpointer.step(23, run.state)
+        elif what == "restored since":
+            assert checkpointer.restore(run.state) == 10
+        else:
+            raise ZeroDivisionError
+    assert steps_in(tmp_path) == ([10, 22] if what == "saved since" else [10])
 
 
 def test_what_is_saved_is_the_state_at_the_call(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.utils.data
 from _crash_child import run_traced, traced
 from _ranks import Pipe, run_child, run_ranks
@@ -327,3 +329,190 @@ def test_all_ranks_refuse_what_one_cannot_save(tmp_path: Path) -> None:
     first, second = run_ranks(2, restore_unusable, tmp_path)
     assert first.startswith("LoadError: the state of another rank")
     assert second.startswith("TypeError: config is or contains")
+
+
+# --- nothing to restore ---
+
+
+def lay_out_typo(root: Path) -> Path:
+    return root / "typo"
+
+
+def lay_out_empty(root: Path) -> Path:
+    return root
+
+
+def lay_out_a_checkpoint(root: Path) -> Path:
+    save(root, 1)
+    return root / "step-00000001"
+
+
+def lay_out_other_names(root: Path) -> Path:
+    dcp.save({"step": 1}, checkpoint_id=root / "step-500")
+    return root
+
+
+def lay_out_transformers(root: Path) -> Path:
+    (root / "checkpoint-5").mkdir()
+    return root
+
+
+def lay_out_unfinished(root: Path) -> Path:
+    (root / "step-00000007").mkdir()
+    return root
+
+
+@pytest.mark.parametrize(
+    ("lay_out", "says"),
+    [
+        (lay_out_typo, "no such directory"),
+        (lay_out_empty, "is empty"),
+        (lay_out_a_checkpoint, "itself a checkpoint; pass {root}, or load it with pyckpt.load"),
+        (lay_out_other_names, "holds step-500, which pyckpt.load reads"),
+        (lay_out_transformers, "holds checkpoint-5, of which none is a checkpoint"),
+        (lay_out_unfinished, "step-00000007: unfinished"),
+    ],
+)
+def test_the_log_says_what_is_there_instead(
+    lay_out: Callable[[Path], Path], says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = lay_out(tmp_path)
+    with Checkpointer(directory) as checkpointer:
+        caplog.clear()
+        assert checkpointer.restore({"step": 0}) is None
+        (record,) = caplog.records
+        assert record.levelname == "WARNING"
+        assert str(directory) in record.getMessage()
+        assert says.format(root=tmp_path) in record.getMessage()
+        with pytest.raises(FileNotFoundError, match=re.escape(says.format(root=tmp_path))):
+            checkpointer.restore({"step": 0}, required=True)
+
+
+def require_a_checkpoint(directory: Path) -> str:
+    with Checkpointer(directory) as checkpointer, pytest.raises(FileNotFoundError) as info:
+        checkpointer.restore({"step": 0}, required=True)
+    return str(info.value)
+
+
+def test_all_ranks_require_a_checkpoint(tmp_path: Path) -> None:
+    told = run_ranks(2, require_a_checkpoint, tmp_path / "typo")
+    assert all("no such directory" in line for line in told)
+
+
+def test_a_checkpoint_that_is_required_and_there(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore({"step": 0}, required=True) == 1
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "Adam": lambda params: torch.optim.Adam(params),
+    "AdamW": lambda params: torch.optim.AdamW(params),
+    "fused": lambda params: torch.optim.AdamW(params, fused=True),
+    "Adagrad": lambda params: torch.optim.Adagrad(params),
+    "RMSprop": lambda params: torch.optim.RMSprop(params),
+}
+ALIKE = [{"SGD", "momentum"}, {"AdamW", "fused"}]
+
+
+def trained(kind: str) -> dict[str, Any]:
+    model = torch.nn.Linear(2, 2)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("saved", OPTIMIZERS)
+def test_an_optimizer_of_another_kind_is_an_error(saved: str, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, trained(saved))
+    for kind in OPTIMIZERS:
+        with Checkpointer(tmp_path) as checkpointer:
+            if kind == saved or {kind, saved} in ALIKE:
+                assert checkpointer.restore(trained(kind)) == 1
+            else:
+                with pytest.raises(LoadError, match="of another optimizer"):
+                    checkpointer.restore(trained(kind))
+
+
+def test_what_programs_add_to_groups_is_no_other_optimizer(tmp_path: Path) -> None:
+    state = trained("AdamW")
+    state["optimizer"].param_groups[0]["layer"] = 3
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        assert checkpointer.restore(trained("AdamW")) == 1
+
+
+# --- what wins ---
+
+
+def test_what_was_saved_wins_and_that_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pyckpt")
+    save(tmp_path, 1, total_epochs=5, config={"lr": 0.1, "data": {"seed": 1}}, same=True)
+    state = {
+        "step": 0,
+        "total_epochs": 10,
+        "config": {"lr": 0.1, "data": {"seed": 2}},
+        "same": True,
+    }
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.restore(state)
+        report = checkpointer.load_report
+    assert state["total_epochs"] == 5
+    assert report is not None
+    assert [str(one) for one in report.differing] == [
+        "step (0 -> 1)",
+        "total_epochs (10 -> 5)",
+        "config.data.seed (2 -> 1)",
+    ]
+    assert "3 otherwise in the state than saved: step (0 -> 1), total_epochs (10 -> 5)" in str(
+        report
+    )
+    assert "total_epochs is 10 in the state and 5 in" in caplog.text
+
+
+def test_the_caller_may_say_that_the_state_wins(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pyckpt")
+    save(tmp_path, 1, total_epochs=5, config={"lr": 0.1, "data": {"seed": 1}}, model=linear(1.0))
+    state: dict[str, Any] = {
+        "step": 0,
+        "total_epochs": 10,
+        "config": {"lr": 0.3, "data": {"seed": 2, "new": 3}},
+        "model": linear(2.0),
+        "limit": torch.full((2,), 4.0),
+    }
+    keep = ["total_epochs", "config.data.seed", "config.data.new", "model", "limit"]
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore(state, keep=keep) == 1
+        report = checkpointer.load_report
+    assert (state["step"], state["total_epochs"]) == (1, 10)
+    assert state["config"] == {"lr": 0.1, "data": {"seed": 2, "new": 3}}
+    assert float(state["model"].weight.detach().sum()) == 2.0
+    assert report is not None
+    assert "total_epochs (10, not 5)" in map(str, report.differing)
+    assert "config.data.seed (2, not 1)" in map(str, report.differing)
+    assert {"model", "limit"} <= set(report.kept)
+    assert "it was kept as it is" in caplog.text
+
+
+def test_tensors_that_are_kept(tmp_path: Path) -> None:
+    save(tmp_path, 1, x=torch.zeros(3), inside={"y": torch.zeros(3), "z": torch.zeros(3)})
+    state = {"x": torch.ones(3), "inside": {"y": torch.ones(3), "z": torch.ones(3)}}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.restore(state, keep=["x", "inside.y"])
+    sums = [float(one.sum()) for one in (state["x"], *state["inside"].values())]  # type: ignore[attr-defined]
+    assert sums == [3.0, 3.0, 0.0]
+
+
+def linear(value: float) -> torch.nn.Module:
+    module = torch.nn.Linear(1, 1)
+    with torch.no_grad():
+        module.weight.fill_(value)
+    return module

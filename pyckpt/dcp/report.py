@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Conversion", "LoadReport", "Replacement"]
+__all__ = ["Conversion", "Difference", "LoadReport", "Replacement"]
 
 _NAMES_SHOWN = 3
 
@@ -33,6 +33,24 @@ class Replacement(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.key} ({self.was} -> {self.now})"
+
+
+class Difference(NamedTuple):
+    """A plain value that was one thing in the state and another in the checkpoint."""
+
+    key: str
+    live: object
+    saved: object
+    kept: bool
+    """Whether the state's was to win; else the state now has what was saved."""
+
+    def __str__(self) -> str:
+        what = (
+            f"{self.live!r}, not {self.saved!r}"
+            if self.kept
+            else f"{self.live!r} -> {self.saved!r}"
+        )
+        return f"{self.key} ({what})"
 
 
 @dataclass(frozen=True)
@@ -62,6 +80,9 @@ class LoadReport:
     """
     not_verified: list[str] = field(default_factory=list)
     """Keys whose bytes no checksum vouches for: read in part, or by a reader that has none."""
+    differing: list[Difference] = field(default_factory=list)
+    """Numbers, strings and the like that the state had otherwise than the checkpoint, and which of
+    the two won. Told by ``Checkpointer.restore`` alone."""
     bytes: int = 0
     """Bytes read, where the reader counts them, else bytes of tensors asked for."""
     seconds: float = 0.0
@@ -83,6 +104,7 @@ class LoadReport:
             ("converted to the state's dtype", self.converted),
             ("replaced by what was saved", self.replaced),
             ("not in the checkpoint, kept as they were", self.kept),
+            ("otherwise in the state than saved", self.differing),
             ("dropped in favour of what was saved", self.dropped),
             ("in the checkpoint, not in the state, left out", self.unexpected),
             ("in the checkpoint, not asked for", self.left_out),

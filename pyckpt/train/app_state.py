@@ -76,21 +76,28 @@ class AppState:
         states = {entry.name: entry.state() for entry in sorted(entries, key=_is_rng)}
         return {entry.name: states[entry.name] for entry in entries}
 
-    def check(self) -> None:
+    def check(self, *, keep: Sequence[str] = ()) -> None:
         """Raise what ``state_dict`` would, as far as can be told beforehand: better now than at the
         first save, hours later. Without communication.
 
+        Args:
+            keep: what ``load`` will be told.
+
         Raises:
             TypeError: as ``state_dict``.
+            ValueError: as ``load``.
         """
-        for entry in self._entries():
+        entries = self._entries()
+        for entry in entries:
             entry.check()
+        _spare(entries, keep)
 
     def load(
         self,
         reader: StorageReader,
         *,
         missing: Literal["error", "keep"] = "error",
+        keep: Sequence[str] = (),
         allow: Sequence[Allowed] = (),
         check: Callable[[LoadReport, Metadata], LoadReport] | None = None,
     ) -> LoadReport:
@@ -104,6 +111,8 @@ class AppState:
             reader: of the checkpoint.
             missing: what to do about objects, parameters, and keys of plain dicts that the
                 checkpoint does not have: raise a `LoadError`, or "keep" them as they are.
+            keep: what is to stay as it is in ``objects``, whatever was saved: names of objects, and
+                of values in plain dicts ("config.total_epochs").
             allow: as for `pyckpt.load`.
             check: called once everything is read, with what this rank loaded and the checkpoint's
                 metadata, before any ``load_state_dict``; raises on all ranks, or on none.
@@ -113,6 +122,7 @@ class AppState:
 
         Raises:
             TypeError: ``objects`` cannot be written to, and has plain values.
+            ValueError: a name to ``keep`` is none of an object or of a value in a plain dict.
             Exception: as `pyckpt.load`; on all ranks alike. ``LoadError`` also for objects that
                 cannot be brought from one number of ranks to another, and for what an object's own
                 ``load_state_dict`` raises; an ``OSError`` is always of the checkpoint's files.
@@ -121,7 +131,9 @@ class AppState:
         flat = any(isinstance(v, nn.Module) and is_fsdp1(v) for v in self._objects.values())
         with quiet() if flat else nullcontext():
             plan = together(
-                lambda: self._plan(reader, missing), process_group=self._group, doing="loading"
+                lambda: self._plan(reader, missing, keep),
+                process_group=self._group,
+                doing="loading",
             )
             report = load(
                 plan.states,
@@ -134,7 +146,16 @@ class AppState:
             if check is not None:
                 report = check(report, plan.reader.read_metadata())
             together(lambda: self._restore(plan), process_group=self._group, doing="restoring")
-        return replace(report, kept=[*report.kept, *plan.absent, *plan.kept])
+        return replace(
+            report,
+            kept=[*report.kept, *plan.absent, *plan.kept, *plan.spared],
+            differing=[
+                one
+                for entry in plan.entries
+                if isinstance(entry, ValueEntry)
+                for one in entry.differing
+            ],
+        )
 
     def _entries(self) -> list[Entry]:
         modules = {k: v for k, v in self._objects.items() if isinstance(v, nn.Module)}
@@ -142,10 +163,12 @@ class AppState:
         rank = Rank.of(self._group)
         return [_entry(name, value, modules, rank) for name, value in self._objects.items()]
 
-    def _plan(self, reader: StorageReader, missing: str) -> _Plan:
+    def _plan(self, reader: StorageReader, missing: str, keep: Sequence[str]) -> _Plan:
         with _blamed_on("the state", OSError):
             entries = self._entries()
-        plan = _Plan(entries, reader, missing)
+        spared = _spare(entries, keep)
+        wanted = [entry for entry in entries if entry.name not in spared]
+        plan = _Plan(wanted, reader, missing, spared)
         if not isinstance(self._objects, MutableMapping):
             fixed = [one.name for one in plan.entries if isinstance(one, ValueEntry) and one.fixed]
             if fixed:
@@ -173,12 +196,17 @@ class AppState:
 
 
 class _Plan:
-    """What one rank is to load, by the checkpoint's metadata."""
+    """What one rank is to load, by the checkpoint's metadata; ``spared`` are the names of objects
+    that are not."""
 
-    def __init__(self, entries: list[Entry], reader: StorageReader, missing: str) -> None:
+    def __init__(
+        self, entries: list[Entry], reader: StorageReader, missing: str, spared: Sequence[str]
+    ) -> None:
         metadata = reader.read_metadata()
         saved = tree(metadata)
-        self.absent = [entry.name for entry in entries if entry.name not in saved]
+        absent = [entry for entry in entries if entry.name not in saved]
+        self.spared = [*spared, *(entry.name for entry in absent if _is_kept(entry))]
+        self.absent = [entry.name for entry in absent if not _is_kept(entry)]
         if self.absent and missing == "error":
             raise LoadError(
                 f"not in the checkpoint: {some(self.absent, 20)}; it has {some(saved, 20)}",
@@ -237,6 +265,37 @@ class _Narrowed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
+
+
+def _is_kept(entry: Entry) -> bool:
+    return isinstance(entry, ValueEntry) and entry.is_kept
+
+
+def _spare(entries: Sequence[Entry], keep: Sequence[str]) -> list[str]:
+    """Tell plain values which of them are to be kept; return the other objects that are."""
+    if isinstance(keep, str):
+        raise TypeError(f"{keep = } must be a sequence of names, such as ({keep!r},).")
+    by_name = {entry.name: entry for entry in entries}
+    spared = []
+    for key in keep:
+        # Names may have dots, too.
+        name = max((n for n in by_name if key == n or key.startswith(f"{n}.")), key=len, default="")
+        entry = by_name.get(name)
+        path = tuple(key[len(name) + 1 :].split(".")) if key != name else ()
+        if isinstance(entry, ValueEntry):
+            try:
+                entry.keep(path)
+                continue
+            except KeyError:
+                pass
+        elif entry is not None and not path:
+            spared.append(name)
+            continue
+        raise ValueError(
+            f"keep: {key!r} is neither the name of an object of the state ({some(by_name, 20)}), "
+            "nor that of a value in a plain dict of it"
+        )
+    return spared
 
 
 @contextmanager

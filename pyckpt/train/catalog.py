@@ -10,12 +10,13 @@ Finding the newest costs one listing and the metadata of one checkpoint, however
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -193,6 +194,28 @@ class Catalog:
         ]
         return found
 
+    def describe_nothing(self) -> str:
+        """What there is where no checkpoint is, for people who expected one."""
+        try:
+            names = sorted(os.listdir(self.directory))
+        except OSError as error:
+            return "there is no such directory" if error.errno == errno.ENOENT else str(error)
+        if commit.metadata_name() in names or any(map(_DATA_FILE.fullmatch, names)):
+            above = self.directory.parent
+            other = f"pass {above}, or " if _step_of(self.directory.name) is not None else ""
+            return f"this is itself a checkpoint; {other}load it with pyckpt.load"
+        ours = [str(entry) for step in self.steps() for entry in [self.examine(step)]]
+        others = [name for name in names if name != FOLDER and _step_of(name) is None]
+        saved = [name for name in others if (self.directory / name / ".metadata").exists()]
+        if saved:
+            return (
+                f"it holds {_few(saved)}, which pyckpt.load reads; what a Checkpointer restores is "
+                f"called {directory_name(500)}"
+            )
+        if others:
+            return f"it holds {_few(others)}, of which none is a checkpoint"
+        return f"it holds {_few(ours)}" if ours else "the directory is empty"
+
     def examine(self, step: int, *, verify: bool = False) -> DirectoryEntry:
         """Say what the directory of a step is. Never raises for what it finds there.
 
@@ -262,8 +285,12 @@ class Catalog:
         others = sorted(name for name in names if not _DATA_FILE.fullmatch(name))
         if not others:
             return DirectoryEntry(path, step, "unfinished", "its save did not get to the commit")
-        shown = ", ".join(others[:_NAMES_SHOWN]) + (", ..." if len(others) > _NAMES_SHOWN else "")
-        return DirectoryEntry(path, step, "foreign", f"it has no metadata, and holds {shown}")
+        reason = f"it has no metadata, and holds {_few(others)}"
+        return DirectoryEntry(path, step, "foreign", reason)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool:

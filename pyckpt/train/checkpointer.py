@@ -18,19 +18,21 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.report import LoadReport
 from pyckpt.engine import Engine
 from pyckpt.locks import fork_safe_lock
 from pyckpt.train import export as exporting
 from pyckpt.train.advice import Advice
 from pyckpt.train.agreement import Agreement, Facts, GroupAgreement, LocalAgreement
+from pyckpt.train.arguments import directory_of, metrics_of, state_of, step_of
 from pyckpt.train.catalog import Catalog, CheckpointInfo, DirectoryEntry
 from pyckpt.train.fence import Fence
 from pyckpt.train.handle import SaveHandle
 from pyckpt.train.pieces import verify
 from pyckpt.train.policy import Policy
 from pyckpt.train.ranks import Ranks
-from pyckpt.train.restorer import Restorer
+from pyckpt.train.restorer import LoadOptions, Restorer
 from pyckpt.train.retention import Best, Protected, Retention, prune
 from pyckpt.train.saver import Saver
 from pyckpt.train.signals import StopSignals
@@ -60,10 +62,10 @@ class Checkpointer:
     other methods are each rank's own. Without, it works the same.
 
     Args:
-        directory: where the checkpoints are, or will be. On all ranks the same, on a file system
-            that they share. One job at a time saves there: the one that began to last. From then
-            on, the saves of one that was there before fail, with ``errors.Superseded``. Restoring,
-            inspecting and exporting take nothing away from anybody.
+        directory: where the checkpoints are, or will be; ``~`` is expanded. On all ranks the same,
+            on a file system that they share. One job at a time saves there: the one that began to
+            last. From then on, the saves of one that was there before fail, with
+            ``errors.Superseded``. Restoring, inspecting and exporting take nothing away from it.
         keep_last: how many of the newest checkpoints to keep, those of ``final=True`` not counted.
             None keeps all, whatever the other two say. 0 keeps the newest, to resume from, until a
             final one is committed.
@@ -75,11 +77,12 @@ class Checkpointer:
             the clock of rank 0.
         save_when: called with each step; ``step`` saves where it returns true. A function of the
             step alone: every rank asks its own. See ``request_save`` for all else.
-        on_signals: signals, such as "SIGTERM", that ask for a save and a stop; see
+        on_signals: signals, or one, such as "SIGTERM", that ask for a save and a stop; see
             ``stop_requested``. Only the main thread can handle signals.
         when_busy: what ``step`` does when a save is due and the one before it is not committed yet:
             "skip" leaves the new one out (the log says so), so that training never waits for the
-            disk; "wait" waits.
+            disk; "wait" waits. Where the last one that was due was left out, ``close`` saves what
+            the last ``step`` was given.
         process_group: the ranks that train together, default all. Any backend: what the ranks have
             to say to each other goes over gloo groups that are made here.
         timeout: how long a rank may keep the others waiting, in a save or a restore, in seconds or
@@ -90,7 +93,8 @@ class Checkpointer:
         engine: the memory and threads to use; by default those that everyone shares.
 
     Raises:
-        ValueError: an argument is out of range.
+        TypeError: an argument is of the wrong type.
+        ValueError: an argument is out of range, or ``directory`` is a URL.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class Checkpointer:
         every_steps: int | None = None,
         every_minutes: float | None = None,
         save_when: Callable[[int], bool] | None = None,
-        on_signals: Sequence[str | signal.Signals] = (),
+        on_signals: str | signal.Signals | Sequence[str | signal.Signals] = (),
         when_busy: Literal["skip", "wait"] = "skip",
         process_group: dist.ProcessGroup | None = None,
         timeout: float | timedelta | None = None,
@@ -119,8 +123,7 @@ class Checkpointer:
         self._policy = Policy(every_steps, every_minutes, save_when)
         self._when_busy = when_busy
         self._engine = engine
-        # Absolute, so that a change of the working directory does no harm.
-        self.directory = Path(os.path.abspath(directory))
+        self.directory = directory_of(directory)
         self._catalog = Catalog(self.directory, verify=self._verify)
         self._stopwatch = Stopwatch()
 
@@ -132,6 +135,8 @@ class Checkpointer:
         self._stop_requested = False
         self._closed = False
         self._skipped = 0
+        self._owed = False  # whether the last save that was due was left out
+        self._last: tuple[int, Mapping[str, Any], Mapping[str, float]] | None = None  # if so
         self._restore_seconds = 0.0
         self._restored: int | None = None
 
@@ -193,9 +198,11 @@ class Checkpointer:
             OSError, PyckptError: an earlier save failed. The last checkpoint that was committed
                 is still there, and training may go on. What is due at this step was not saved: the
                 call may be repeated, on all ranks, to save it.
+            TypeError: an argument is of the wrong type. Nothing was done, as for ``ValueError``.
             ValueError: the step is not larger.
         """
         self._check_open()
+        step, state, metrics = step_of(step), state_of(state), metrics_of(metrics)
         if self._step is not None and step <= self._step:
             raise ValueError(f"{step = } must be larger than the one before it, {self._step}.")
         self._stopwatch.enter(self._saver.busy)
@@ -211,6 +218,8 @@ class Checkpointer:
                 # Where the ranks cannot agree any more, each tells of what it knows.
                 self._saver.raise_failure(None if self._ranks.lost else facts.failed)
             self._step = step
+            if self._owed:
+                self._last = (step, state, metrics)
             requested = facts.requests > self._served
             due = self._policy.due_at(step)
             if not (stopping or requested or due):
@@ -223,6 +232,7 @@ class Checkpointer:
             if busy and not stopping and self._when_busy == "skip":
                 if due:  # what was only requested is saved as soon as that can be
                     self._tell_skipped(step)
+                    self._owed, self._last = True, (step, state, metrics)
                 return None
             self._served = facts.requests
             handle = self._start(step, state, metrics, False)
@@ -255,11 +265,11 @@ class Checkpointer:
 
         Raises:
             OSError, PyckptError: an earlier save failed, or this one, if it is final.
+            TypeError: an argument is of the wrong type. Nothing was done, as for ``ValueError``.
             ValueError: the step is negative.
         """
         self._check_open()
-        if step < 0:
-            raise ValueError(f"{step = } must be 0 or more.")
+        step, state, metrics = step_of(step), state_of(state), metrics_of(metrics)
         self._saver.wait()
         self._saver.raise_failure()
         self._ranks.check()
@@ -328,6 +338,7 @@ class Checkpointer:
             _logger.warning("step %d has no metric %r, and is not among the best", step, best[0])
         with self._lock:
             self._last_save = time.monotonic()
+        self._owed, self._last = False, None
         self._saved = self._saver.start(step, state, metrics or {}, final=final)
         return self._saved
 
@@ -377,7 +388,14 @@ class Checkpointer:
         return self._catalog.newest()
 
     def restore(
-        self, state: Mapping[str, Any], *, step: int | None = None, **options: Any
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        required: bool = False,
+        missing: Literal["error", "keep"] = "error",
+        keep: Sequence[str] = (),
+        allow: Sequence[Allowed] = (),
     ) -> int | None:
         """Load the newest checkpoint that is valid for all ranks into ``state``, in place.
 
@@ -393,13 +411,24 @@ class Checkpointer:
         Args:
             state: as for ``save``.
             step: load this one and no other.
-            options: passed to ``AppState.load``.
+            required: whether it is an error that there is none. If not, the log says what is there
+                instead.
+            missing: what to do about objects, parameters, and keys of plain dicts that the
+                checkpoint does not have: raise a `LoadError`, or "keep" them as they are.
+            keep: what is to stay as it is in the state, whatever was saved: names of objects, and
+                of values in plain dicts ("config.total_epochs"). Of all else what was saved wins;
+                ``load_report.differing`` says which plain values were not the same, and so does the
+                log at level INFO.
+            allow: classes and functions that objects in the checkpoint may use, as for
+                `pyckpt.load`.
 
         Returns:
             The step of the checkpoint; None where there is none, and training begins.
 
         Raises:
-            FileNotFoundError: there is no valid checkpoint of ``step``.
+            FileNotFoundError: there is no valid checkpoint of ``step``; or none at all, and one is
+                ``required``.
+            ValueError: an argument is out of range, or a name to ``keep`` is none.
             TypeError: an object in ``state`` could not be saved; also where there is no checkpoint.
             LoadError: the checkpoint does not fit the state; or some ranks see checkpoints where
                 others see none, so that the directory is not the same one on all of them.
@@ -411,10 +440,13 @@ class Checkpointer:
                 ESTALE, ETIMEDOUT, EIO) was tried again for a second or two. Raised on all ranks.
         """
         self._check_open()
+        state = state_of(state)
+        step = None if step is None else step_of(step)
+        options = LoadOptions(missing, keep, allow)
         self._saver.wait()
         self._ranks.check()
         start = time.perf_counter()
-        restored = self._restorer.restore(state, step, options)
+        restored = self._restorer.restore(state, step, options, required=required)
         if restored is not None:
             self._restore_seconds = time.perf_counter() - start
             self._restored = restored
@@ -426,6 +458,7 @@ class Checkpointer:
         if self._step is not None:
             self._step = min(self._step, step)
         self._saved = None  # of a state that is no more
+        self._owed, self._last = False, None
         if self._ranks.rank == 0:
             self._passed = self._newer_than(step)
 
@@ -463,7 +496,7 @@ class Checkpointer:
         """Keep the checkpoint of a step from being pruned, until ``release`` of what is returned,
         or the end of the ``with`` block that it is used in. Counts on rank 0. Of a checkpoint that
         is there after the call, nothing is removed."""
-        return Protection(self._protected, step)
+        return Protection(self._protected, step_of(step))
 
     def _prune(self, committed: int) -> None:
         """Runs on rank 0, in a thread, after each commit; prunes take turns."""
@@ -539,7 +572,7 @@ class Checkpointer:
                 raise FileNotFoundError(2, "no valid checkpoint", str(self.directory))
             source = newest.path
         else:
-            source = self._catalog.path(step)
+            source = self._catalog.path(step_of(step))
         return exporting.export(
             source,
             path,
@@ -590,10 +623,16 @@ class Checkpointer:
         """Wait for the save that is under way, and for the other ranks; put back what handled the
         signals before. Idempotent.
 
+        Where the last save that was due was left out because one was under way, and nothing was
+        saved since, save the state that the last ``step`` was given, as it is now, under that step.
+        Not at the end of a ``with`` block that raises: the state may be in the middle of a step.
+
         Raises:
             OSError, PyckptError: a save failed, and that was not raised before.
         """
         if not self._closed:
+            if self._last is not None:
+                self._start(*self._last, final=False)
             self._close(wait=True)
             self._saver.raise_failure()
 

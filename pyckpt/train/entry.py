@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import MutableMapping
+from functools import reduce
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from pyckpt.dcp.report import Difference
 from pyckpt.train import values
 from pyckpt.train.saved import Path, Tree
 
@@ -112,6 +115,22 @@ class ValueEntry(Entry):
     def __init__(self, name: str, value: Any) -> None:
         super().__init__(name)
         self.value = value
+        self.differing: list[Difference] = []
+        self._kept: dict[tuple[str, ...], Any] = {}
+
+    def keep(self, path: tuple[str, ...]) -> None:
+        """Leave what is at a path of dicts as it is; the empty path is the value itself.
+
+        Raises:
+            KeyError: there is nothing.
+        """
+        # A copy, since tensors are loaded in place.
+        self._kept[path] = copy.deepcopy(reduce(_below, path, self.value))
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether all of it stays as it is."""
+        return () in self._kept
 
     @property
     def fixed(self) -> bool:
@@ -127,8 +146,34 @@ class ValueEntry(Entry):
     def absent(self, saved: Any) -> list[str]:
         """Keys that the value has and the checkpoint has not: as the ``Tree`` of it tells, which
         hides dicts that were empty, or as what was loaded does."""
-        return values.absent(self.value, values.decode(saved), self.name)
+        absent = values.absent(self.value, values.decode(saved), self.name)
+        kept = [".".join((self.name, *path)) for path in self._kept]
+        return [key for key in absent if not any(f"{key}.".startswith(f"{k}.") for k in kept)]
 
     def restore(self, loaded: Any) -> None:
         """Leave in ``value`` what is to stand in the state."""
-        self.value = values.assign(self.value, values.decode(loaded), keep=True)
+        live = values.atoms(self.value, self.name)
+        saved = values.decode(loaded)
+        found = values.atoms(saved, self.name)
+        self.value = values.assign(self.value, saved, keep=True)
+        for path, kept in self._kept.items():
+            if path:
+                reduce(_below, path[:-1], self.value)[path[-1]] = kept
+            else:
+                self.value = values.assign(self.value, kept)
+        now = values.atoms(self.value, self.name)
+        self.differing = [
+            Difference(key, value, found[key], kept=_same(now.get(key), value))
+            for key, value in live.items()
+            if key in found and not _same(found[key], value)
+        ]
+
+
+def _below(value: Any, key: str) -> Any:
+    if not isinstance(value, MutableMapping):
+        raise KeyError(key)
+    return value[key]
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and one == other)

@@ -28,6 +28,14 @@ __all__ = ["OptimizerEntry", "optimizer_entry"]
 
 _FLAT_PARAMETER = "FlatParameter"
 
+_DECOUPLED = "decoupled_weight_decay"
+
+# Of groups, and no sign of the optimizer's kind.
+_FLAGS = frozenset(
+    {"capturable", _DECOUPLED, "differentiable", "foreach", "fused", "initial_lr"}
+    | {"lr", "maximize", "param_names", "params", "weight_decay"}
+)
+
 
 def optimizer_entry(name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> Entry:
     """The entry of an optimizer, whose parameters are those of some of the modules."""
@@ -100,6 +108,7 @@ class OptimizerEntry(Entry):
         }
 
     def template(self, saved: Tree) -> Any:
+        self._check_kind(saved)
         states = _saved_states(saved)
         self._check_names(states)
         live = self._optimizer.state
@@ -119,6 +128,13 @@ class OptimizerEntry(Entry):
     def restore(self, loaded: Any) -> None:
         loaded = dict(loaded)
         groups = self._match_groups(loaded.pop("param_groups"))
+        for group, live in zip(groups, self._optimizer.param_groups, strict=True):
+            # Adam and AdamW differ in this alone, and what is loaded would make one the other.
+            if group.get(_DECOUPLED, live.get(_DECOUPLED)) != live.get(_DECOUPLED):
+                raise LoadError(
+                    f"{self.name}: the checkpoint is of another optimizer than "
+                    f"{type(self._optimizer).__name__}, with {_DECOUPLED}={group[_DECOUPLED]}"
+                )
         number_of = {fqn: i for i, fqn in enumerate(f for fqns in self._names for f in fqns)}
         state = {
             number_of.get(str(fqn), fqn): values.decode(entries)
@@ -155,6 +171,25 @@ class OptimizerEntry(Entry):
                 ]
             )
         return named
+
+    def _check_kind(self, saved: Tree) -> None:
+        """Refuse the state of an optimizer of another kind, which shows in what its groups have."""
+        groups = saved.get("param_groups") if isinstance(saved, dict) else None
+        if not isinstance(groups, dict):
+            return
+        theirs = {str(key) for group in groups.values() if isinstance(group, dict) for key in group}
+        ours = {key for group in self._optimizer.param_groups for key in group}
+        # What other versions of torch have more or less of, and what programs add, is on one side.
+        lacking = sorted(set(self._optimizer.defaults) - theirs - _FLAGS)
+        strange = sorted(theirs - ours - _FLAGS)
+        if lacking and strange:
+            raise LoadError(
+                f"{self.name}: the checkpoint is of another optimizer than "
+                f"{type(self._optimizer).__name__}: its groups have {some(strange, 8)}, and no "
+                f"{some(lacking, 8)}",
+                missing=tuple(f"{self.name}.param_groups.{key}" for key in lacking),
+                unexpected=tuple(f"{self.name}.param_groups.{key}" for key in strange),
+            )
 
     def _check_names(self, states: Mapping[Any, Any]) -> None:
         strangers = [

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
+
+from pyckpt.train.arguments import whole
 
 __all__ = ["Policy"]
 
@@ -13,6 +16,7 @@ class Policy:
     """When a save is due. The three may be combined; any of them will do.
 
     Raises:
+        TypeError: an argument is of the wrong type.
         ValueError: a number is not positive.
     """
 
@@ -21,10 +25,15 @@ class Policy:
     save_when: Callable[[int], bool] | None = None
 
     def __post_init__(self) -> None:
-        if self.every_steps is not None and self.every_steps < 1:
-            raise ValueError(f"{self.every_steps = } must be 1 or more.")
-        if self.every_minutes is not None and not self.every_minutes > 0:
-            raise ValueError(f"{self.every_minutes = } must be positive.")
+        if self.every_steps is not None:
+            whole("every_steps", self.every_steps, least=1)
+        if self.every_minutes is not None:
+            if not isinstance(self.every_minutes, Real) or isinstance(self.every_minutes, bool):
+                raise TypeError(f"{self.every_minutes = } must be a number.")
+            if not self.every_minutes > 0:
+                raise ValueError(f"{self.every_minutes = } must be positive.")
+        if self.save_when is not None and not callable(self.save_when):
+            raise TypeError(f"{self.save_when = } must be a function of a step.")
 
     def due_at(self, step: int) -> bool:
         """Whether the step alone says so: every rank answers this for itself, and alike."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.reader import DirectReader
 from pyckpt.dcp.report import LoadReport
 from pyckpt.dcp.together import together
@@ -23,11 +24,28 @@ from pyckpt.train.pieces import verify
 from pyckpt.train.ranks import Ranks
 from pyckpt.train.transient import DELAYS, Failure, failure_of
 
-__all__ = ["Restorer"]
+__all__ = ["LoadOptions", "Restorer"]
 
 _logger = logging.getLogger("pyckpt")
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How to load, as for ``AppState.load``.
+
+    Raises:
+        ValueError: ``missing`` is neither "error" nor "keep".
+    """
+
+    missing: Literal["error", "keep"] = "error"
+    keep: Sequence[str] = ()
+    allow: Sequence[Allowed] = ()
+
+    def __post_init__(self) -> None:
+        if self.missing not in ("error", "keep"):
+            raise ValueError(f"{self.missing = } must be 'error' or 'keep'.")
 
 
 class Restorer:
@@ -46,10 +64,15 @@ class Restorer:
         self.distrusted: set[int] = set()
 
     def restore(
-        self, state: Mapping[str, Any], step: int | None, options: Mapping[str, Any]
+        self,
+        state: Mapping[str, Any],
+        step: int | None,
+        options: LoadOptions,
+        *,
+        required: bool,
     ) -> int | None:
         """See ``Checkpointer.restore``."""
-        self._refuse_unusable(state)
+        self._refuse_unusable(state, options)
         limit = step
         first: Exception | None = None
         while True:
@@ -58,10 +81,12 @@ class Restorer:
                 if first is not None:
                     raise first
                 self._raise_if_damaged()
+                self._tell_nothing(required)
                 return None
             failure = self._load(found, state, options)
             if failure is None:
                 self._tell_newer(found)
+                self._tell_differing(found)
                 return found.step
             if step is not None:
                 raise failure
@@ -72,11 +97,12 @@ class Restorer:
             self.distrusted.add(found.step)
             limit = found.step - 1
 
-    def _refuse_unusable(self, state: Mapping[str, Any]) -> None:
-        """Raise for objects that could not be saved, also where there is nothing to restore."""
+    def _refuse_unusable(self, state: Mapping[str, Any], options: LoadOptions) -> None:
+        """Raise for objects that could not be saved, and options that are none, also where there is
+        nothing to restore."""
         failure: Exception | None = None
         try:
-            AppState(state, process_group=self._ranks.work).check()
+            AppState(state, process_group=self._ranks.work).check(keep=options.keep)
         except Exception as error:
             failure = error
         if self._ranks.largest(int(failure is not None)):
@@ -112,7 +138,7 @@ class Restorer:
             limit = lowest
 
     def _load(
-        self, found: CheckpointInfo, state: Mapping[str, Any], options: Mapping[str, Any]
+        self, found: CheckpointInfo, state: Mapping[str, Any], options: LoadOptions
     ) -> Exception | None:
         """Load a checkpoint on all ranks; return why it cannot be read, the same on all of them.
         What may pass is tried again, by all of them.
@@ -142,7 +168,7 @@ class Restorer:
         raise failure or LoadError(f"{found.path} could not be loaded on another rank")
 
     def _try(
-        self, found: CheckpointInfo, state: Mapping[str, Any], options: Mapping[str, Any]
+        self, found: CheckpointInfo, state: Mapping[str, Any], options: LoadOptions
     ) -> Exception | None:
         """Load a checkpoint on all ranks; return why it failed on this one."""
         failure: Exception | None = None
@@ -156,7 +182,11 @@ class Restorer:
                 try:
                     reader = DirectReader(found.path, engine=self._engine)
                     self.report = AppState(state, process_group=self._ranks.work).load(
-                        reader, check=partial(self._check, found), **options
+                        reader,
+                        missing=options.missing,
+                        keep=options.keep,
+                        allow=options.allow,
+                        check=partial(self._check, found),
                     )
                 except Exception as error:
                     failure = error
@@ -190,6 +220,32 @@ class Restorer:
                 f"{self._catalog.directory} holds damaged checkpoints only ({what}); move them "
                 "away to start from the beginning",
                 path=str(self._catalog.directory),
+            )
+
+    def _tell_nothing(self, required: bool) -> None:
+        what = ""
+        if self._ranks.rank == 0 or required:
+            what = self._catalog.describe_nothing()
+        if required:
+            raise FileNotFoundError(
+                2, f"there is no checkpoint to restore: {what}", str(self._catalog.directory)
+            )
+        if self._ranks.rank == 0:
+            _logger.warning(
+                "%s: nothing is restored, and training begins: %s", self._catalog.directory, what
+            )
+
+    def _tell_differing(self, found: CheckpointInfo) -> None:
+        if self._ranks.rank or self.report is None:
+            return
+        for one in self.report.differing:
+            _logger.info(
+                "%s is %r in the state and %r in %s: %s",
+                one.key,
+                one.live,
+                one.saved,
+                found.path,
+                "it was kept as it is" if one.kept else "it is now as saved",
             )
 
     def _tell_newer(self, found: CheckpointInfo) -> None:

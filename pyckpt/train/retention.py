@@ -23,6 +23,7 @@ from pyckpt.errors import Superseded
 from pyckpt.format import commit
 from pyckpt.format.flock import trying
 from pyckpt.locks import fork_safe_lock
+from pyckpt.train.arguments import whole
 from pyckpt.train.catalog import REMOVED, Catalog, CheckpointInfo
 
 __all__ = ["Protected", "Retention", "prune", "remove", "surplus"]
@@ -37,6 +38,7 @@ class Retention:
     """What to keep. The newest valid checkpoint, final ones and protected ones stay in any case.
 
     Raises:
+        TypeError: an argument is of the wrong type.
         ValueError: a number is out of range, or the mode none of the two.
     """
 
@@ -49,15 +51,16 @@ class Retention:
     """``(metric, n, mode)``: the n of the smallest ("min") or largest ("max") value."""
 
     def __post_init__(self) -> None:
-        if self.keep_last is not None and self.keep_last < 0:
-            raise ValueError(f"{self.keep_last = } must be None, or 0 or more.")
-        if self.keep_every is not None and self.keep_every < 1:
-            raise ValueError(f"{self.keep_every = } must be None, or 1 or more.")
+        if self.keep_last is not None:
+            whole("keep_last", self.keep_last, least=0)
+        if self.keep_every is not None:
+            whole("keep_every", self.keep_every, least=1)
         if self.keep_best is not None:
-            _, count, mode = self.keep_best
-            if count < 1:
-                raise ValueError(f"{self.keep_best = } must keep 1 or more.")
-            if mode not in ("min", "max"):
+            best = self.keep_best
+            if not isinstance(best, tuple | list) or len(best) != 3 or not isinstance(best[0], str):
+                raise TypeError(f"{self.keep_best = } must be (metric, n, 'min' or 'max').")
+            whole("the n of keep_best", best[1], least=1)
+            if best[2] not in ("min", "max"):
                 raise ValueError(f"{self.keep_best = } must end with 'min' or 'max'.")
 
 

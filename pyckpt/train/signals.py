@@ -28,26 +28,21 @@ class StopSignals:
     them the first signal is one too many already.
 
     Args:
-        names: signals such as "SIGTERM" or ``signal.SIGTERM``.
+        names: signals such as "SIGTERM" or ``signal.SIGTERM``, or one.
         clock: seconds, for tests.
 
     Raises:
-        ValueError: no such signal; or there are signals, and this is not the main thread, which
-            alone can handle them.
+        ValueError: there is no such signal; or there are signals, and this is not the main thread,
+            which alone can handle them.
     """
 
     def __init__(
         self,
-        names: Sequence[str | signal.Signals],
+        names: str | signal.Signals | Sequence[str | signal.Signals],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        try:
-            numbers = [
-                signal.Signals[n] if isinstance(n, str) else signal.Signals(n) for n in names
-            ]
-        except KeyError as error:
-            raise ValueError(f"there is no signal {error}") from None
+        numbers = [_signal(one) for one in ([names] if isinstance(names, str | int) else names)]
         if numbers and threading.current_thread() is not threading.main_thread():
             raise ValueError("on_signals needs the main thread, which alone can handle signals")
         self._clock = clock
@@ -80,3 +75,12 @@ class StopSignals:
             if signal.getsignal(number) == self._handle:
                 # None is a handler that C code installed, which Python cannot put back.
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
+
+
+def _signal(name: str | int) -> signal.Signals:
+    try:
+        return signal.Signals[name] if isinstance(name, str) else signal.Signals(name)
+    except (KeyError, ValueError):
+        raise ValueError(
+            f"on_signals: there is no signal {name!r}; one is called 'SIGTERM', say"
+        ) from None

@@ -20,7 +20,7 @@ from torch.serialization import get_safe_globals
 
 from pyckpt.train.saved import Tree
 
-__all__ = ["absent", "assign", "decode", "encode", "template"]
+__all__ = ["absent", "assign", "atoms", "decode", "encode", "template"]
 
 _VALUE = "pyckpt.value"
 _ARRAY = "pyckpt.ndarray"
@@ -113,6 +113,16 @@ def absent(live: Any, saved: Any, name: str) -> list[str]:
     for key in live.keys() & saved.keys():
         found += absent(live[key], saved[key], f"{name}.{key}")
     return sorted(found)
+
+
+def atoms(value: Any, name: str) -> dict[str, Any]:
+    """The numbers, strings and the like in a value, and in dicts in it, by key."""
+    if _is_natural(value):
+        found: dict[str, Any] = {}
+        for key, sub in value.items():
+            found |= atoms(sub, f"{name}.{key}")
+        return found
+    return {name: value} if type(value) in _ATOM_TYPES else {}
 
 
 def assign(live: Any, loaded: Any, *, keep: bool = False) -> Any:

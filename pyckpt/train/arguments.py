@@ -1,0 +1,104 @@
+"""Arguments, checked where they are passed: a wrong one would act, or fail, much later."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["directory_of", "metrics_of", "state_of", "step_of", "whole"]
+
+# One letter and a colon is a name; and paths make one slash of two.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def whole(name: str, value: Any, *, least: int) -> int:
+    """A whole number of at least so much.
+
+    Raises:
+        TypeError: it is something else, such as 2.5.
+        ValueError: it is less.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, not {_kind(value)}.") from None
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be a whole number, not a bool.")
+    if number < least:
+        raise ValueError(f"{name} = {number} must be {least} or more.")
+    return number
+
+
+def step_of(step: Any) -> int:
+    """The number of a step. Raises as ``whole``."""
+    return whole("step", step, least=0)
+
+
+def state_of(state: Any) -> Mapping[str, Any]:
+    """A training state.
+
+    Raises:
+        TypeError: it is no mapping, or its names are no strings.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"state must be a dict of objects by name, such as {{'model': model}}, not "
+            f"{_kind(state)}."
+        )
+    for name in state:
+        if not isinstance(name, str):
+            raise TypeError(f"names in the state must be strings, not {_kind(name)}: {name!r}.")
+    return state
+
+
+def metrics_of(metrics: Any) -> Mapping[str, Any]:
+    """Metrics, by name; none for None. Numbers are not looked at: they may be on a GPU.
+
+    Raises:
+        TypeError: it is no mapping of strings to numbers.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics must be a dict of numbers by name, not {_kind(metrics)}.")
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise TypeError(f"names of metrics must be strings, not {_kind(name)}: {name!r}.")
+        if not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+            raise TypeError(f"the metric {name!r} must be a number, not {_kind(value)}.")
+    return metrics
+
+
+def directory_of(path: str | os.PathLike[str]) -> Path:
+    """The absolute path of a directory; absolute, so that a change of the working directory does no
+    harm. ``~`` is the home directory.
+
+    Raises:
+        TypeError: it is no path, or one of bytes.
+        ValueError: it is empty, or a URL, or there is no such home directory.
+    """
+    name = os.fspath(path)
+    if not isinstance(name, str):
+        raise TypeError(f"directory must be a str or a path, not {_kind(name)}.")
+    if not name:
+        raise ValueError("directory is empty.")
+    if _URL.match(name):
+        raise ValueError(
+            f"{name!r} is a URL, and a Checkpointer saves to file systems; mount the storage, or "
+            "save to a local directory and copy what is committed"
+        )
+    expanded = os.path.expanduser(name)
+    if expanded.startswith("~"):
+        raise ValueError(
+            f"{name!r}: there is no such home directory; for a directory of that name write "
+            f"{os.path.join('.', name)!r}"
+        )
+    return Path(os.path.abspath(expanded))
+
+
+def _kind(value: Any) -> str:
+    return f"a value of type {type(value).__name__}"

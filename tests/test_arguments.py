@@ -1,0 +1,129 @@
+"""Wrong arguments are refused where they are passed, and do no harm to what comes after."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from _training import Run, resumed
+
+from pyckpt import Checkpointer
+
+
+def state() -> dict[str, Any]:
+    return {"x": torch.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "match"),
+    [
+        (lambda c: c.step(state(), 1), TypeError, "step must be a whole number, not .* dict"),
+        (lambda c: c.step(2.5, state()), TypeError, "whole number"),
+        (lambda c: c.step("2", state()), TypeError, "whole number"),
+        (lambda c: c.step(True, state()), TypeError, "whole number"),
+        (lambda c: c.step(-2, state()), ValueError, "0 or more"),
+        (lambda c: c.step(2, torch.ones(1)), TypeError, "state must be a dict"),
+        (lambda c: c.step(2, {1: torch.ones(1)}), TypeError, "must be strings"),
+        (lambda c: c.step(2, state(), metrics=0.5), TypeError, "metrics must be a dict"),
+        (lambda c: c.step(2, state(), metrics={"loss": "low"}), TypeError, "'loss' must be a numb"),
+        (lambda c: c.step(2, state(), metrics={1: 1.0}), TypeError, "must be strings"),
+        (lambda c: c.save(-1, state()), ValueError, "0 or more"),
+        (lambda c: c.save(1.0, state()), TypeError, "whole number"),
+        (lambda c: c.save(state(), 1), TypeError, "whole number"),
+        (lambda c: c.restore(state(), step=1.5), TypeError, "whole number"),
+        (lambda c: c.restore(state(), step=-1), ValueError, "0 or more"),
+        (lambda c: c.restore([1]), TypeError, "state must be a dict"),
+        (lambda c: c.restore(state(), mising="keep"), TypeError, "mising"),
+        (lambda c: c.restore(state(), missing="ignore"), ValueError, "missing"),
+        (lambda c: c.restore(state(), keep="x"), TypeError, r"\('x',\)"),
+        (lambda c: c.restore(state(), keep=["y"]), ValueError, "'y' is neither"),
+        (lambda c: c.restore(state(), keep=["x.y"]), ValueError, "'x.y' is neither"),
+        (lambda c: c.protect("1"), TypeError, "whole number"),
+        (lambda c: c.export("there", step=1.0), TypeError, "whole number"),
+    ],
+)
+def test_a_wrong_call_does_nothing(
+    call: Any, kind: type[Exception], match: str, tmp_path: Path
+) -> None:
+    with Checkpointer(tmp_path, every_steps=2) as checkpointer:
+        with pytest.raises(kind, match=match):
+            call(checkpointer)
+        assert os.listdir(tmp_path) == []
+        assert checkpointer.step(1, state()) is None
+        handle = checkpointer.step(2, state())
+        assert handle is not None
+        assert handle.wait() == tmp_path / "step-00000002"
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "match"),
+    [
+        ({"every_steps": 2.5}, TypeError, "every_steps"),
+        ({"every_steps": True}, TypeError, "every_steps"),
+        ({"every_minutes": "5"}, TypeError, "every_minutes"),
+        ({"every_minutes": float("nan")}, ValueError, "every_minutes"),
+        ({"save_when": 100}, TypeError, "save_when"),
+        ({"keep_last": 1.0}, TypeError, "keep_last"),
+        ({"keep_every": "10"}, TypeError, "keep_every"),
+        ({"keep_best": "loss"}, TypeError, "keep_best"),
+        ({"keep_best": ("loss", "min")}, TypeError, "keep_best"),
+        ({"keep_best": ("loss", 1.5, "min")}, TypeError, "keep_best"),
+        ({"on_signals": "SIGNOTHING"}, ValueError, "no signal 'SIGNOTHING'"),
+        ({"on_signals": "S"}, ValueError, "no signal 'S'"),
+        ({"on_signals": [999]}, ValueError, "no signal 999"),
+    ],
+)
+def test_wrong_options(
+    options: dict[str, Any], kind: type[Exception], match: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=match):
+        Checkpointer(tmp_path, **options)
+
+
+@pytest.mark.parametrize("signals", ["SIGUSR2", signal.SIGUSR2, ["SIGUSR2"]])
+def test_a_string_is_one_signal(signals: Any, tmp_path: Path) -> None:
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    with Checkpointer(tmp_path, on_signals=signals):
+        changed = [n for n in before if signal.getsignal(n) != before[n]]
+        assert changed == [signal.SIGUSR2]
+    assert signal.getsignal(signal.SIGUSR2) == before[signal.SIGUSR2]
+
+
+@pytest.mark.parametrize(
+    "number", [2, numpy.int64(2), torch.tensor(2)], ids=["int", "numpy", "tensor"]
+)
+def test_whatever_is_a_whole_number_is_a_step(number: Any, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, every_steps=2) as checkpointer:
+        handle = checkpointer.step(number, Run().to(2).state)
+        assert handle is not None
+        assert type(handle.step) is int
+    assert resumed(tmp_path)[0] == 2
+
+
+@pytest.mark.parametrize(
+    "directory",
+    ["s3://bucket/run", "gs://b/run", Path("s3://bucket/run"), "file:///tmp/run", "hf://x", ""],
+)
+def test_what_is_no_directory(
+    directory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"is a URL|is empty"):
+        Checkpointer(directory)
+    assert os.listdir(tmp_path) == []
+
+
+def test_home_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with Checkpointer("~/run") as checkpointer:
+        assert checkpointer.directory == tmp_path / "run"
+    with pytest.raises(ValueError, match="no such home directory"):
+        Checkpointer("~nobody-of-that-name/run")
+    monkeypatch.chdir(tmp_path)
+    with Checkpointer("./~nobody-of-that-name") as checkpointer:
+        assert checkpointer.directory == tmp_path / "~nobody-of-that-name"
