@@ -19,10 +19,12 @@ from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.report import LoadReport, some
 from pyckpt.dcp.together import together
 from pyckpt.errors import LoadError, PyckptError
+from pyckpt.optim.wrappers import unwrapped
 from pyckpt.train.entry import Entry, GradScalerEntry, StatefulEntry, ValueEntry
 from pyckpt.train.modules import ModuleEntry, is_fsdp1, quiet, reshard
 from pyckpt.train.optimizers import optimizer_entry
 from pyckpt.train.per_rank import PerRank, RankEntry, RankState
+from pyckpt.train.renaming import renamed
 from pyckpt.train.rng import RngState
 from pyckpt.train.saved import Path, Rank, paths, tree
 
@@ -140,7 +142,14 @@ class AppState:
         modules = {k: v for k, v in self._objects.items() if isinstance(v, nn.Module)}
         reshard(modules.values())
         rank = Rank.of(self._group)
-        return [_entry(name, value, modules, rank) for name, value in self._objects.items()]
+        optimizers = _optimizers(self._objects)
+        others = {id(optimizer) for optimizer in optimizers.values()}
+        return [
+            optimizer_entry(name, value, modules, others)
+            if name in optimizers
+            else _entry(name, value, rank)
+            for name, value in self._objects.items()
+        ]
 
     def _plan(self, reader: StorageReader, missing: str) -> _Plan:
         with _blamed_on("the state", OSError):
@@ -176,7 +185,13 @@ class _Plan:
     """What one rank is to load, by the checkpoint's metadata."""
 
     def __init__(self, entries: list[Entry], reader: StorageReader, missing: str) -> None:
-        metadata = reader.read_metadata()
+        by_name = {entry.name: entry for entry in entries}
+
+        def path_of(_key: str, path: Path) -> Path:
+            entry = by_name.get(str(path[0]))
+            return path if entry is None or len(path) == 1 else (path[0], *entry.live(path[1:]))
+
+        metadata = renamed(reader.read_metadata(), path_of)
         saved = tree(metadata)
         self.absent = [entry.name for entry in entries if entry.name not in saved]
         if self.absent and missing == "error":
@@ -262,14 +277,27 @@ def _is_rng(entry: Entry) -> bool:
     return isinstance(entry, RankEntry) and isinstance(entry.value, RngState)
 
 
-def _entry(name: str, value: Any, modules: Mapping[str, nn.Module], rank: Rank) -> Entry:
+def _optimizers(objects: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
+    """By name, each without wrappers that have no state of their own."""
+    found = {}
+    for name, value in objects.items():
+        if not isinstance(value, nn.Module) and _is_stateful(value):
+            inner = unwrapped(value)
+            if isinstance(inner, torch.optim.Optimizer):
+                found[name] = inner
+    return found
+
+
+def _is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict")
+
+
+def _entry(name: str, value: Any, rank: Rank) -> Entry:
     if isinstance(value, RankState):
         return RankEntry(name, value, rank)
     if isinstance(value, nn.Module):
         return ModuleEntry(name, value)
-    if isinstance(value, torch.optim.Optimizer):
-        return optimizer_entry(name, value, modules)
-    if callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict"):
+    if _is_stateful(value):
         if isinstance(value, _PER_RANK) or type(value).__module__.startswith(_PER_RANK_PACKAGES):
             return RankEntry(name, PerRank(value), rank)
         if isinstance(value, torch.amp.GradScaler):

@@ -43,6 +43,10 @@ class Entry(ABC):
         """A tensor for what the template does not have, or None for a plain one on the CPU."""
         return None
 
+    def live(self, path: Path) -> Path:
+        """Where the item saved at a path belongs: older checkpoints have names with wrappers."""
+        return path
+
     def wants(self, path: Path) -> bool:
         """Whether this rank is to read the item saved at a path."""
         return True

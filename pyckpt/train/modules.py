@@ -17,13 +17,25 @@ from pyckpt.dcp.report import some
 from pyckpt.errors import LoadError
 from pyckpt.train import values
 from pyckpt.train.entry import Entry
-from pyckpt.train.saved import Tree
+from pyckpt.train.saved import Path, Tree
 
-__all__ = ["ModuleEntry", "Names", "is_fsdp1", "quiet", "reshard", "sharded"]
+__all__ = ["ModuleEntry", "Names", "is_fsdp1", "quiet", "reshard", "sharded", "without_wrappers"]
 
-# What FSDP1, activation checkpointing and torch.compile put into names. DDP's "module" may be
-# anyone's name for a submodule, and needs a look at the module.
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+# What FSDP1, activation checkpointing, torch.compile and Fabric put into names. DDP's "module" may
+# be anyone's name for a submodule, and needs a look at the module.
+_WRAPPERS = (
+    "_fsdp_wrapped_module.",
+    "_checkpoint_wrapped_module.",
+    "_orig_mod.",
+    "_forward_module.",
+)
+
+
+def without_wrappers(name: str) -> str:
+    """A name without what wrappers put into it, as far as they can be told by it alone."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 class Names:
@@ -37,8 +49,7 @@ class Names:
                 self._ddp.append(self(f"{name}." if name else ""))
 
     def __call__(self, name: str) -> str:
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
+        name = without_wrappers(name)
         for prefix in self._ddp:
             if name.startswith(f"{prefix}module."):
                 name = prefix + name[len(prefix) + len("module.") :]
@@ -141,6 +152,9 @@ class ModuleEntry(Entry):
             else:
                 template[name] = value
         return template or None
+
+    def live(self, path: Path) -> Path:
+        return (without_wrappers(str(path[0])), *path[1:])
 
     def restore(self, loaded: Any) -> None:
         if not isinstance(loaded, dict):

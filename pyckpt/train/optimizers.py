@@ -7,7 +7,7 @@ optimizer's state: what was saved says what to make.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 from pyckpt import optim
 from pyckpt.dcp.report import some
 from pyckpt.errors import LoadError
+from pyckpt.optim.wrappers import unsaved, unwrapped
 from pyckpt.train import values
 from pyckpt.train.entry import Entry, StatefulEntry
-from pyckpt.train.modules import Names, is_fsdp1, sharded
+from pyckpt.train.modules import Names, is_fsdp1, sharded, without_wrappers
 from pyckpt.train.saved import Path, Tree
 
 __all__ = ["OptimizerEntry", "optimizer_entry"]
@@ -29,16 +30,24 @@ __all__ = ["OptimizerEntry", "optimizer_entry"]
 _FLAT_PARAMETER = "FlatParameter"
 
 
-def optimizer_entry(name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> Entry:
-    """The entry of an optimizer, whose parameters are those of some of the modules."""
+def optimizer_entry(
+    name: str, given: Any, modules: Mapping[str, nn.Module], others: Container[int]
+) -> Entry:
+    """The entry of an optimizer, whose parameters are those of some of the modules.
+
+    Args:
+        given: it, or a wrapper without state of its own.
+        others: ids of the optimizers in the state.
+    """
+    optimizer = unwrapped(given)
     owner = _owner(optimizer, modules)
     if owner is not None and is_fsdp1(owner):
-        return FlatOptimizerEntry(name, optimizer, owner)
+        return FlatOptimizerEntry(name, given, owner)
     state = optimizer.state_dict()
     if not isinstance(state.get("state"), dict) or not isinstance(state.get("param_groups"), list):
         # A wrapper with a layout of its own, such as torchao's CPUOffloadOptimizer.
         return StatefulEntry(name, optimizer)
-    return OptimizerEntry(name, optimizer, modules, owner)
+    return OptimizerEntry(name, given, modules, owner, others)
 
 
 def _owner(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> nn.Module | None:
@@ -61,21 +70,34 @@ class OptimizerEntry(Entry):
     def __init__(
         self,
         name: str,
-        optimizer: Optimizer,
+        given: Any,
         modules: Mapping[str, nn.Module],
         owner: nn.Module | None,
+        others: Container[int],
     ) -> None:
         super().__init__(name)
-        self._optimizer = optimizer
+        self._given = given
+        self._optimizer = unwrapped(given)
+        self._others = others
         self._names = self._name_parameters(modules, owner)
         self._params = {
             fqn: param
-            for fqns, group in zip(self._names, optimizer.param_groups, strict=True)
+            for fqns, group in zip(self._names, self._optimizer.param_groups, strict=True)
             for fqn, param in zip(fqns, group["params"], strict=True)
         }
 
     def state(self) -> Any:
         state = self._optimizer.state_dict()
+        lost = unsaved(self._optimizer, state, self._others)
+        if lost:
+            what = some(
+                [f"{type(one).__name__} in its attribute {at}" for at, one in lost.items()], 20
+            )
+            raise TypeError(
+                f"{self.name}: state_dict() of {type(self._optimizer).__name__} leaves out the "
+                f"state of the {what}, which it steps; put that one into the state, too, under a "
+                "name of its own"
+            )
         fqn_of = {
             number: fqn
             for group, fqns in zip(state["param_groups"], self._names, strict=True)
@@ -116,6 +138,9 @@ class OptimizerEntry(Entry):
             return None
         return _like(param.detach(), item)
 
+    def live(self, path: Path) -> Path:
+        return _live(path)
+
     def restore(self, loaded: Any) -> None:
         loaded = dict(loaded)
         groups = self._match_groups(loaded.pop("param_groups"))
@@ -127,7 +152,7 @@ class OptimizerEntry(Entry):
         for group, fqns in zip(groups, self._names, strict=True):
             group["params"] = [number_of[fqn] for fqn in fqns]
         rest = {key: values.decode(value) for key, value in loaded.items()}
-        _load(self.name, self._optimizer, {"state": state, "param_groups": groups, **rest})
+        _load(self.name, self._given, {"state": state, "param_groups": groups, **rest})
 
     def _name_parameters(
         self, modules: Mapping[str, nn.Module], owner: nn.Module | None
@@ -171,7 +196,7 @@ class OptimizerEntry(Entry):
 
     def _match_groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The saved groups, without parameters, in the order of the live ones."""
-        at = {fqn: i for i, group in enumerate(saved) for fqn in group["params"]}
+        at = {without_wrappers(fqn): i for i, group in enumerate(saved) for fqn in group["params"]}
         matched = []
         for i, fqns in enumerate(self._names):
             sources = {at.get(fqn, -1) for fqn in fqns}
@@ -199,9 +224,10 @@ class FlatOptimizerEntry(Entry):
     """An optimizer of an FSDP1 module, whose parameters are flat pieces of the model's. Only FSDP
     can tell which piece is of which; saving and loading it is collective."""
 
-    def __init__(self, name: str, optimizer: Optimizer, module: nn.Module) -> None:
+    def __init__(self, name: str, given: Any, module: nn.Module) -> None:
         super().__init__(name)
-        self._optimizer = optimizer
+        self._given = given
+        self._optimizer = unwrapped(given)
         self._module = module
 
     def state(self) -> Any:
@@ -246,6 +272,9 @@ class FlatOptimizerEntry(Entry):
             return None
         return _like(like, item)
 
+    def live(self, path: Path) -> Path:
+        return _live(path)
+
     def restore(self, loaded: Any) -> None:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -258,7 +287,7 @@ class FlatOptimizerEntry(Entry):
             {
                 key: values.decode(value)
                 if key != "params"
-                else [raw.get(fqn, fqn) for fqn in value]
+                else [raw.get(fqn, fqn) for fqn in map(without_wrappers, value)]
                 for key, value in group.items()
             }
             for group in loaded["param_groups"]
@@ -267,7 +296,13 @@ class FlatOptimizerEntry(Entry):
             flat = FullyShardedDataParallel.optim_state_dict_to_load(
                 self._module, self._optimizer, {"state": state, "param_groups": groups}
             )
-        _load(self.name, self._optimizer, flat)
+        _load(self.name, self._given, flat)
+
+
+def _live(path: Path) -> Path:
+    if path[0] != "state" or len(path) == 1:
+        return path
+    return (path[0], without_wrappers(str(path[1])), *path[2:])
 
 
 def _saved_states(saved: Tree) -> Mapping[Any, Any]:
@@ -275,7 +310,7 @@ def _saved_states(saved: Tree) -> Mapping[Any, Any]:
     return states if isinstance(states, dict) else {}
 
 
-def _load(name: str, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+def _load(name: str, optimizer: Any, state_dict: dict[str, Any]) -> None:
     try:
         optim.load_state_dict(optimizer, state_dict, flags="live")
     except ValueError as error:
