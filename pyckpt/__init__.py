@@ -11,6 +11,7 @@ from pyckpt._extension import check_extension
 check_extension()
 
 from pyckpt import errors, layouts, optim  # noqa: E402
+from pyckpt.dcp.everything import to_torch  # noqa: E402
 from pyckpt.dcp.load import load  # noqa: E402
 from pyckpt.dcp.planner import LoadPlanner  # noqa: E402
 from pyckpt.dcp.reader import DirectReader  # noqa: E402
@@ -48,4 +49,5 @@ __all__ = [
     "layouts",
     "load",
     "optim",
+    "to_torch",
 ]

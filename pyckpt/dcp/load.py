@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,23 @@ from pyckpt.dcp.failures import Carried, error_of, portable, portable_errors
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.planner import Create, LoadPlanner
 from pyckpt.dcp.report import LoadReport
+from pyckpt.dcp.whole import decode_in_place
 from pyckpt.errors import LoadError
 
 __all__ = ["load"]
 
 
+@overload
+def load(
+    state_dict: str | os.PathLike[str],
+    *,
+    allow: Sequence[Allowed] = (),
+    device: torch.device | str = "cpu",
+    verify: Literal["items", "none"] = "items",
+) -> dict[str, Any]: ...
+
+
+@overload
 def load(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str] | None = None,
@@ -42,8 +54,28 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     reader: StorageReader | None = None,
-) -> LoadReport:
+) -> LoadReport: ...
+
+
+def load(
+    state_dict: dict[str, Any] | str | os.PathLike[str],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    missing: Literal["error", "keep"] = "error",
+    unexpected: Literal["fill", "report", "error"] = "fill",
+    allow: Sequence[Allowed] = (),
+    device: torch.device | str = "cpu",
+    create: Create | None = None,
+    verify: Literal["items", "none"] = "items",
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    reader: StorageReader | None = None,
+) -> LoadReport | dict[str, Any]:
     """Load a checkpoint into ``state_dict``, in place, and say what was done.
+
+    Given the checkpoint's directory alone, return all that it holds, in dicts and lists as it was
+    saved: tensors whole, on ``device``. Then each process loads for itself, and ``allow``,
+    ``device`` and ``verify`` are all there is to say.
 
     As in `torch.distributed.checkpoint.load`, all ranks call this with the same keys, tensors are
     loaded into the memory that they have, and an entry with ``state_dict`` and ``load_state_dict``
@@ -51,7 +83,8 @@ def load(
     was saved and is not in the state is created, and nothing of the file is run: see `LoadPlanner`.
 
     Args:
-        state_dict: what to load. Entries that were saved but are not in it stay out.
+        state_dict: what to load, or the directory. Entries that were saved but are not in it stay
+            out.
         path: the checkpoint's directory. May be left out where ``reader`` knows it.
         missing, unexpected, allow, device, create: see `LoadPlanner`.
         verify: "items" checks the CRC-32 of every item that is read whole, "none" does not. A
@@ -61,7 +94,8 @@ def load(
         reader: a StorageReader to use instead of `DirectReader`.
 
     Returns:
-        What this rank loaded, created, converted, kept and left out.
+        What this rank loaded, created, converted, kept and left out; of a directory alone, all of
+        it.
 
     Raises:
         OSError: a file is missing or cannot be read.
@@ -70,6 +104,12 @@ def load(
         LoadError: the state and the checkpoint do not fit, or ranks failed in different ways, or
             by an error that is none of these. The errors of the ranks are chained.
     """
+    if isinstance(state_dict, str | os.PathLike):
+        from pyckpt.dcp.everything import load_all
+
+        if path is not None or reader is not None:
+            raise TypeError("load takes a state, and then a path; or a path alone")
+        return load_all(state_dict, allow=allow, device=device, verify=verify)
     if reader is None:
         if path is None:
             raise ValueError("load needs a path or a reader")
@@ -109,6 +149,7 @@ def load(
             entry.load_state_dict(value)
         else:
             state_dict[key] = value
+    decode_in_place(state_dict)
     return _finish(planner.report, reader, time.perf_counter() - start)
 
 

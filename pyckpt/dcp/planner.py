@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 from pyckpt.dcp import objects
 from pyckpt.dcp.report import Conversion, LoadReport, Replacement, some
 from pyckpt.dcp.template import Growth, Path, Slot, Template, is_empty, place
+from pyckpt.dcp.whole import KEYS
 from pyckpt.errors import CorruptCheckpoint, LoadError
 from pyckpt.locks import fork_safe_lock
 
@@ -175,6 +176,8 @@ class LoadPlanner(DefaultLoadPlanner):
         extra: list[str] = []
         for name in self.metadata.state_dict_metadata:
             if name not in self.state_dict:
+                if self._unexpected != "fill" and self._saved_path(name)[-1] == KEYS:
+                    continue
                 inside = self._saved_path(name)[0] in passed
                 (extra if inside else report.left_out).append(name)
         return extra
@@ -391,6 +394,17 @@ class LoadPlanner(DefaultLoadPlanner):
             self._pending[name] = reads - 1
         if reads == 1:
             self._put(name, self.state_dict[name])
+
+    def take(self, read_item: ReadItem, tensor: torch.Tensor) -> bool:
+        """Put a tensor that is more than its memory in the place of one that was to be created and
+        filled. Returns False where there is one to fill."""
+        name = read_item.dest_index.fqn
+        with self._lock:
+            if self._pending.get(name) != 1 or tensor.shape != self.state_dict[name].shape:
+                return False
+            self._pending[name] = 0
+        self._put(name, tensor.to(self._device))
+        return True
 
     def _put(self, name: str, value: Any) -> None:
         replacement: Replacement | None = place(name, self._slots[name], value)

@@ -23,6 +23,8 @@ from torch.futures import Future
 
 from pyckpt import _C
 from pyckpt.dcp import objects
+from pyckpt.dcp.leaves import is_plain_type
+from pyckpt.dcp.whole import is_special
 from pyckpt.engine import Engine, default_engine
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format import commit
@@ -508,6 +510,10 @@ class _Load:
         except CorruptCheckpoint as error:
             info = self.metadata.storage_data[item.storage_index]
             raise _damaged(item, info, self.reader.path, "not a readable tensor") from error
+        if is_special(tensor) or not is_plain_type(tensor):
+            take = getattr(self.planner, "take", None)
+            if take is not None and take(item, tensor):
+                return
         tensor = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
         target = self.planner.resolve_tensor(item)
         _check_size(item, target)

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pyckpt.optim.tensors import Path, leaves
+from pyckpt.optim.tensors import Path, is_dtensor, leaves, mapped
 
 __all__ = [
     "added_to",
@@ -19,7 +20,9 @@ __all__ = [
     "known_members",
     "layers",
     "members",
+    "parameters",
     "relinked",
+    "sharding",
     "unsaved",
     "unwrapped",
 ]
@@ -68,7 +71,12 @@ def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
         elif isinstance(value, list | tuple):
             yield from ((f"{name}[{i}]", one) for i, one in enumerate(value) if _is_optimizer(one))
         elif isinstance(value, dict):
-            yield from ((f"{name}[...]", one) for one in value.values() if _is_optimizer(one))
+            # A key may be a parameter, which is no name; its number is.
+            ones = [(key, one) for key, one in value.items() if _is_optimizer(one)]
+            yield from (
+                (f"{name}[{key!r}]" if isinstance(key, str) else f"{name}[{i}]", one)
+                for i, (key, one) in enumerate(ones)
+            )
 
 
 def _is_optimizer(value: Any) -> bool:
@@ -217,6 +225,54 @@ def unsaved(
         for name, other in inner.items()
         if id(other) not in elsewhere and any(id(tensor) not in saved for tensor in _tensors(other))
     }
+
+
+@contextmanager
+def sharding(owner: Any) -> Iterator[None]:
+    """While an object loads a state dict of its own: the optimizers that it holds take whole
+    tensors for sharded parameters, and keep of each what their rank has of the parameter."""
+    hooks = [
+        layer.register_load_state_dict_pre_hook(_sharded_as_parameters)
+        for layer in layers(owner)
+        if hasattr(layer, "_optimizer_load_state_dict_pre_hooks")
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _sharded_as_parameters(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not any(map(is_dtensor, params)):
+        return None
+    from torch.distributed.tensor import distribute_tensor
+
+    ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+    param_of = dict(zip(ids, params, strict=False))
+
+    def shard(path: Path, value: Any) -> Any:
+        param: Any = param_of.get(path[0])
+        if (
+            not isinstance(value, Tensor)
+            or is_dtensor(value)
+            or not is_dtensor(param)
+            or value.shape != param.shape
+        ):
+            return value
+        # All ranks have loaded all of it: nothing is sent.
+        mesh, placements = param.device_mesh, param.placements
+        return distribute_tensor(value, mesh, placements, src_data_rank=None)
+
+    return {**state_dict, "state": mapped(state_dict["state"], shard)}
+
+
+def parameters(owner: Any) -> Iterator[Tensor]:
+    """Those of the optimizers that an object holds."""
+    for layer in layers(owner):
+        for group in _groups(layer):
+            yield from group["params"]
 
 
 def _tensors(optimizer: Any) -> Iterator[Tensor]:

@@ -127,7 +127,7 @@ class AppState:
             )
             report = load(
                 plan.states,
-                reader=plan.reader,  # type: ignore[arg-type]
+                reader=plan.reader,
                 missing=missing,
                 allow=allow,
                 create=plan.create,
@@ -213,7 +213,7 @@ class _Plan:
             for key, item in metadata.state_dict_metadata.items()
             if self._wants(self._paths[key])
         }
-        self.reader = _Narrowed(reader, replace(metadata, state_dict_metadata=wanted))
+        self.reader: Any = _Narrowed(reader, replace(metadata, state_dict_metadata=wanted))
 
     def settle(self, found: Mapping[str, Any]) -> None:
         """Apply the policy to keys of plain dicts that were not saved, by what is known of those

@@ -29,6 +29,7 @@ from pyckpt.train.handle import SaveHandle
 from pyckpt.train.pieces import verify
 from pyckpt.train.policy import Policy
 from pyckpt.train.ranks import Ranks
+from pyckpt.train.rehearsal import rehearse
 from pyckpt.train.restorer import Restorer
 from pyckpt.train.retention import Best, Protected, Retention, prune
 from pyckpt.train.saver import Saver
@@ -564,6 +565,7 @@ class Checkpointer:
 
     def _verify(self, path: Path, metadata: Any) -> None:
         verify(path, metadata, engine=self._engine)
+        rehearse(path, metadata)
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
+from pyckpt.optim.wrappers import parameters, sharding
 from pyckpt.train import values
 from pyckpt.train.saved import Path, Tree
 
@@ -76,8 +78,23 @@ class StatefulEntry(Entry):
     def template(self, saved: Tree) -> Any:
         return values.template(self.state(), saved)
 
+    def create(self, path: Path, item: TensorStorageMetadata) -> torch.Tensor | None:
+        if len(item.chunks) < 2:
+            return None
+        # The state of a sharded parameter, of an optimizer that the object holds: read in parts
+        # where it is clear which.
+        alike = [
+            param
+            for param in parameters(self._value)
+            if isinstance(param, DTensor) and param.shape == item.size
+        ]
+        if len({(param.device_mesh, param.placements) for param in alike}) != 1:
+            return None
+        return torch.empty_like(alike[0].detach(), dtype=item.properties.dtype)
+
     def restore(self, loaded: Any) -> None:
-        self._value.load_state_dict(values.decode(loaded))
+        with sharding(self._value):
+            self._value.load_state_dict(values.decode(loaded))
 
 
 class GradScalerEntry(StatefulEntry):

@@ -123,9 +123,7 @@ class ModuleEntry(Entry):
 
     def state(self) -> Any:
         return {
-            name: value
-            if isinstance(value, torch.Tensor)
-            else values.encode(value, f"{self.name}.{name}")
+            name: values.encode(value, f"{self.name}.{name}")
             for name, (_, value) in self._raw().items()
         } or values.encode({}, self.name)
 

@@ -7,12 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pyckpt.dcp.whole import Whole
 from pyckpt.errors import CorruptCheckpoint, LoadError
 from pyckpt.train import values
 from pyckpt.train.entry import Entry
 from pyckpt.train.saved import Path, Rank, Tree
 
-__all__ = ["PerRank", "RankEntry", "RankState"]
+__all__ = ["PerRank", "RankEntry", "RankState", "check_complete"]
 
 _KEY = re.compile(r"rank-(\d+)-of-(\d+)")
 _ALL = "all-ranks"
@@ -66,9 +67,11 @@ class RankState(ABC):
             raise LoadError(f"{type(self).__name__}: it has no state of rank {rank.index}")
         self._restore({keys[0]: state_dict[keys[0]]}, rank.world_size, rank)
 
-    def _state(self, rank: Rank, name: str) -> dict[str, Any]:
+    def _state(
+        self, rank: Rank, name: str, whole: Callable[[Any], Any] = values.marked
+    ) -> dict[str, Any]:
         key = _ALL if self._is_shared(rank) else _key(rank.index, rank.world_size)
-        return {key: values.encode(self._own(rank), name, compact=True)}
+        return {key: values.encode(self._own(rank), name, compact=True, whole=whole)}
 
     def _wanted(self, saved: Any, rank: Rank, name: str) -> tuple[int, list[str]]:
         """How many ranks saved it, and the keys that this rank loads.
@@ -79,15 +82,9 @@ class RankState(ABC):
         """
         if isinstance(saved, Mapping) and set(saved) == {_ALL}:
             return 0, [_ALL]
-        found = [_KEY.fullmatch(str(key)) for key in saved] if isinstance(saved, Mapping) else []
-        if not found or not all(found):
+        size = check_complete(saved, name) if isinstance(saved, Mapping) else 0
+        if size == 0:
             raise LoadError(f"{name}: it was not saved as something that each rank has its own of")
-        sizes = {int(match[2]) for match in found if match}
-        size = max(sizes)
-        if len(sizes) > 1 or {int(match[1]) for match in found if match} != set(range(size)):
-            raise CorruptCheckpoint(
-                f"{name}: the checkpoint does not have the state of each of {size} ranks", key=name
-            )
         try:
             sources = self._sources(size, rank)
         except LoadError as error:
@@ -104,6 +101,25 @@ class RankState(ABC):
             assert match is not None
             states[int(match[1])] = values.decode(value)
         self._take(states, saved, rank)
+
+
+def check_complete(saved: Mapping[Any, Any], name: str) -> int:
+    """How many ranks saved something that each has its own of; 0 where it is nothing of the kind.
+
+    Raises:
+        CorruptCheckpoint: some ranks' are missing.
+    """
+    found = [match for key in saved if (match := _KEY.fullmatch(str(key)))]
+    if not found or len(found) < len(saved):
+        return 0
+    sizes = {int(match[2]) for match in found}
+    indices = {int(match[1]) for match in found}
+    size = max(sizes)
+    if len(sizes) > 1 or len(indices) < size or max(indices) >= size:
+        raise CorruptCheckpoint(
+            f"{name}: the checkpoint does not have the state of each of {size} ranks", key=name
+        )
+    return size
 
 
 def _key(index: int, world_size: int) -> str:
@@ -176,7 +192,7 @@ class RankEntry(Entry):
         self._keys: frozenset[str] = frozenset()
 
     def state(self) -> Any:
-        return self.value._state(self._rank, self.name)
+        return self.value._state(self._rank, self.name, Whole)
 
     def check(self) -> None:
         # Asking a dataloader for its state may start its workers.
