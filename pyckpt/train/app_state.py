@@ -21,12 +21,13 @@ from pyckpt.dcp.together import together
 from pyckpt.errors import LoadError, PyckptError
 from pyckpt.optim.wrappers import unwrapped
 from pyckpt.train.entry import Entry, GradScalerEntry, StatefulEntry, ValueEntry
-from pyckpt.train.modules import ModuleEntry, is_fsdp1, quiet, reshard
-from pyckpt.train.optimizers import optimizer_entry
+from pyckpt.train.modules import ModuleEntry, Trainable, is_fsdp1, quiet, reshard
+from pyckpt.train.naming import tensor_names
+from pyckpt.train.optimizers import OptimizerEntry, optimizer_entry
 from pyckpt.train.per_rank import PerRank, RankEntry, RankState
-from pyckpt.train.renaming import renamed
+from pyckpt.train.renaming import Rename, moved, renamed
 from pyckpt.train.rng import RngState
-from pyckpt.train.saved import Path, Rank, paths, tree
+from pyckpt.train.saved import Path, Policy, Rank, paths, tree
 
 __all__ = ["AppState"]
 
@@ -93,6 +94,9 @@ class AppState:
         reader: StorageReader,
         *,
         missing: Literal["error", "keep"] = "error",
+        unexpected: Literal["error", "ignore"] = "error",
+        mismatched: Literal["error", "keep"] = "error",
+        rename: Rename | None = None,
         allow: Sequence[Allowed] = (),
         check: Callable[[LoadReport, Metadata], LoadReport] | None = None,
     ) -> LoadReport:
@@ -104,8 +108,15 @@ class AppState:
 
         Args:
             reader: of the checkpoint.
-            missing: what to do about objects, parameters, and keys of plain dicts that the
-                checkpoint does not have: raise a `LoadError`, or "keep" them as they are.
+            missing: what to do about objects, parameters, metrics, and keys of plain dicts that
+                the checkpoint does not have: raise a `LoadError`, or "keep" them as they are.
+            unexpected: what to do about parameters, optimizer state and metrics that the
+                checkpoint has and the objects have not: raise a `LoadError`, or "ignore" them.
+            mismatched: what to do about parameters and buffers that have another shape in the
+                checkpoint: raise a `LoadError`, or "keep" them, and what optimizers have of them.
+            rename: called with each key of the checkpoint (``"model.head.weight"``), returns the
+                key that it has in the state; the same where it is called the same. What is said of
+                a parameter of a module goes for its optimizer state too.
             allow: as for `pyckpt.load`.
             check: called once everything is read, with what this rank loaded and the checkpoint's
                 metadata, before any ``load_state_dict``; raises on all ranks, or on none.
@@ -120,15 +131,18 @@ class AppState:
                 ``load_state_dict`` raises; an ``OSError`` is always of the checkpoint's files.
                 Before that, nothing is changed by errors that the checkpoint's metadata tell of.
         """
-        flat = any(isinstance(v, nn.Module) and is_fsdp1(v) for v in self._objects.values())
+        policy = Policy(missing, unexpected, mismatched)
+        flat = any(is_fsdp1(module) for module in self._modules().values())
         with quiet() if flat else nullcontext():
             plan = together(
-                lambda: self._plan(reader, missing), process_group=self._group, doing="loading"
+                lambda: self._plan(reader, policy, rename),
+                process_group=self._group,
+                doing="loading",
             )
             report = load(
                 plan.states,
                 reader=plan.reader,
-                missing=missing,
+                missing=policy.missing,
                 allow=allow,
                 create=plan.create,
                 process_group=self._group,
@@ -136,25 +150,43 @@ class AppState:
             if check is not None:
                 report = check(report, plan.reader.read_metadata())
             together(lambda: self._restore(plan), process_group=self._group, doing="restoring")
-        return replace(report, kept=[*report.kept, *plan.absent, *plan.kept])
+        kept = [key for entry in plan.entries for key in entry.kept]
+        return replace(
+            report,
+            kept=[*report.kept, *plan.absent, *plan.kept, *kept],
+            unexpected=[
+                *report.unexpected,
+                *(key for entry in plan.entries for key in entry.ignored),
+            ],
+        )
+
+    def _modules(self) -> dict[str, nn.Module]:
+        return {
+            name: value.module if isinstance(value, Trainable) else value
+            for name, value in self._objects.items()
+            if isinstance(value, nn.Module | Trainable)
+        }
 
     def _entries(self) -> list[Entry]:
-        modules = {k: v for k, v in self._objects.items() if isinstance(v, nn.Module)}
+        modules = self._modules()
         reshard(modules.values())
         rank = Rank.of(self._group)
         optimizers = _optimizers(self._objects)
+        named = tensor_names(
+            {name: value for name, value in self._objects.items() if isinstance(value, dict)}
+        )
         others = {id(optimizer) for optimizer in optimizers.values()}
         return [
-            optimizer_entry(name, value, modules, others)
+            optimizer_entry(name, value, modules, others, named)
             if name in optimizers
             else _entry(name, value, rank)
             for name, value in self._objects.items()
         ]
 
-    def _plan(self, reader: StorageReader, missing: str) -> _Plan:
+    def _plan(self, reader: StorageReader, policy: Policy, rename: Rename | None) -> _Plan:
         with _blamed_on("the state", OSError):
             entries = self._entries()
-        plan = _Plan(entries, reader, missing)
+        plan = _Plan(entries, reader, policy, rename)
         if not isinstance(self._objects, MutableMapping):
             fixed = [one.name for one in plan.entries if isinstance(one, ValueEntry) and one.fixed]
             if fixed:
@@ -184,27 +216,47 @@ class AppState:
 class _Plan:
     """What one rank is to load, by the checkpoint's metadata."""
 
-    def __init__(self, entries: list[Entry], reader: StorageReader, missing: str) -> None:
+    def __init__(
+        self,
+        entries: list[Entry],
+        reader: StorageReader,
+        policy: Policy,
+        rename: Rename | None,
+    ) -> None:
         by_name = {entry.name: entry for entry in entries}
+        for entry in entries:
+            entry.policy, entry.rename = policy, rename
 
-        def path_of(_key: str, path: Path) -> Path:
+        def path_of(key: str, path: Path) -> Path:
+            before = path
+            if rename is not None:
+                path = moved(key, path, rename(key), by_name)
             entry = by_name.get(str(path[0]))
-            return path if entry is None or len(path) == 1 else (path[0], *entry.live(path[1:]))
+            if entry is None or len(path) == 1:
+                return path
+            rest = path[1:] if rename is None or path != before else entry.translated(path[1:])
+            return (path[0], *entry.live(rest))
 
         metadata = renamed(reader.read_metadata(), path_of)
         saved = tree(metadata)
         self.absent = [entry.name for entry in entries if entry.name not in saved]
-        if self.absent and missing == "error":
+        if self.absent and policy.missing == "error":
             raise LoadError(
                 f"not in the checkpoint: {some(self.absent, 20)}; it has {some(saved, 20)}",
                 missing=tuple(self.absent),
             )
         self.entries = [entry for entry in entries if entry.name in saved]
         self.states = {}
-        for entry in self.entries:
+        mismatched: set[int] = set()
+        # Which parameters stay as they are is for modules to say, and for optimizers to know.
+        for entry in sorted(self.entries, key=_turn):
             with _blamed_on(entry.name, OSError):
+                if isinstance(entry, OptimizerEntry):
+                    entry.leave(mismatched)
                 self.states[entry.name] = entry.template(saved[entry.name])
-        self._missing = missing
+            if isinstance(entry, ModuleEntry):
+                mismatched |= entry.mismatched
+        self._missing = policy.missing
         self.settle(saved)
         self._by_name = {entry.name: entry for entry in self.entries}
         self._paths = paths(metadata)
@@ -295,7 +347,7 @@ def _is_stateful(value: Any) -> bool:
 def _entry(name: str, value: Any, rank: Rank) -> Entry:
     if isinstance(value, RankState):
         return RankEntry(name, value, rank)
-    if isinstance(value, nn.Module):
+    if isinstance(value, nn.Module | Trainable):
         return ModuleEntry(name, value)
     if _is_stateful(value):
         if isinstance(value, _PER_RANK) or type(value).__module__.startswith(_PER_RANK_PACKAGES):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from pyckpt.optim.wrappers import parameters, sharding
 from pyckpt.train import values
-from pyckpt.train.saved import Path, Tree
+from pyckpt.train.saved import Path, Policy, Tree
 
 __all__ = ["Entry", "GradScalerEntry", "StatefulEntry", "ValueEntry"]
 
@@ -22,6 +22,13 @@ class Entry(ABC):
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.policy = Policy()
+        self.rename: Callable[[str], str] | None = None
+        """What the caller says about keys of the checkpoint that had other names."""
+        self.kept: list[str] = []
+        """Keys that stay as they are: the checkpoint does not have them, or in another shape."""
+        self.ignored: list[str] = []
+        """Keys of the checkpoint that the object does not have."""
 
     @abstractmethod
     def state(self) -> Any:
@@ -47,6 +54,11 @@ class Entry(ABC):
 
     def live(self, path: Path) -> Path:
         """Where the item saved at a path belongs: older checkpoints have names with wrappers."""
+        return path
+
+    def translated(self, path: Path) -> Path:
+        """Where the item saved at a path belongs by what the caller said of another key: what is
+        said of a parameter goes for its state."""
         return path
 
     def wants(self, path: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from pyckpt.errors import LoadError
 from pyckpt.train.saved import Path, paths
 
-__all__ = ["Rename", "renamed"]
+__all__ = ["Rename", "moved", "renamed"]
 
 Rename = Callable[[str], str]
 """Takes a key of the checkpoint, returns the key that it has in the state."""
@@ -52,3 +52,35 @@ def renamed(metadata: Metadata, path_of: Callable[[str, Path], Path]) -> Metadat
 def _renamed_index(index: MetadataIndex, keys: dict[str, str]) -> MetadataIndex:
     new = keys.get(index.fqn, index.fqn)
     return index if new == index.fqn else replace(index, fqn=new)
+
+
+def moved(key: str, path: Path, new: str, names: Collection[str]) -> Path:
+    """The path of what is to have another key.
+
+    Args:
+        names: of the objects, one of which the new key begins with.
+    """
+    if new == key:
+        return path
+    if not isinstance(new, str):
+        raise TypeError(f"rename({key!r}) returned {new!r}, which is no key")
+    owner = max((n for n in names if new == n or new.startswith(f"{n}.")), key=len, default=None)
+    if owner is None:
+        return (new,)
+    if new == owner:
+        return (owner,)
+    return (owner, *_aligned(path[1:], new[len(owner) + 1 :]))
+
+
+def _aligned(path: Path, key: str) -> Path:
+    """A path for a key: parts that are at its ends stay parts, and what is between is one."""
+    head: list[str | int] = []
+    tail: list[str | int] = []
+    rest = list(path)
+    while len(rest) > 1 and key.startswith(f"{rest[0]}."):
+        key = key[len(str(rest[0])) + 1 :]
+        head.append(rest.pop(0))
+    while len(rest) > 1 and key.endswith(f".{rest[-1]}"):
+        key = key[: -len(str(rest[-1])) - 1]
+        tail.insert(0, rest.pop())
+    return (*head, rest[0] if rest and str(rest[0]) == key else key, *tail)

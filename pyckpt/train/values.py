@@ -251,7 +251,9 @@ def _has_chunks(value: torch.Tensor) -> bool:
 
 
 def _filled(live: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
-    """Fill a sparse or quantised tensor in place, which was loaded beside it."""
+    """The live tensor, where it is or can be filled with what was loaded; or what was loaded."""
+    if live is not loaded and _is_alias(live, loaded):
+        return live  # a parameter: what was loaded into it was the same without its gradient
     same = (
         live is not loaded
         and is_special(live)
@@ -263,6 +265,20 @@ def _filled(live: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         live.copy_(loaded)
     return live
+
+
+def _is_alias(live: torch.Tensor, loaded: torch.Tensor) -> bool:
+    if type(loaded) is not torch.Tensor or not is_plain_type(live) or is_special(live):
+        return (
+            isinstance(live, DTensor)
+            and isinstance(loaded, DTensor)
+            and (live._local_tensor.data_ptr() == loaded._local_tensor.data_ptr() != 0)
+        )
+    return (
+        not is_special(loaded)
+        and live.data_ptr() == loaded.data_ptr() != 0
+        and live.shape == loaded.shape
+    )
 
 
 def _has_tensor(value: Any) -> bool:
