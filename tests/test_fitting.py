@@ -210,6 +210,26 @@ def test_a_policy_that_there_is_not(name: str, tmp_path: Path) -> None:
         load({}, tmp_path, **{name: "warn"})
 
 
+def test_plain_states_with_another_head_and_other_names(tmp_path: Path) -> None:
+    model, _ = trained()
+    dcp.save({"net": model.state_dict()}, checkpoint_id=tmp_path)
+    other, _ = trained(1, classes=7, body="backbone")
+    head = other.head.weight.clone()
+    state = {"model": other.state_dict()}
+    with pytest.raises(LoadError, match=r"head\.weight"):
+        pyckpt.load(state, tmp_path, rename=renamed)
+    report = pyckpt.load(state, tmp_path, rename=renamed, mismatched="keep")
+    assert report.kept == ["model.head.weight", "model.head.bias"]
+    assert torch.equal(other.head.weight, head)
+    assert torch.equal(other.get_parameter("backbone.weight"), model.get_parameter("body.weight"))
+    with pytest.raises(ValueError, match="mismatched must be 'error' or 'keep'"):
+        pyckpt.load(state, tmp_path, mismatched="warn")  # type: ignore[call-overload]
+
+
+def renamed(key: str) -> str:
+    return key.replace("net.", "model.").replace(".body.", ".backbone.")
+
+
 # --- parameters without a module ------------------------------------------------------------------
 
 

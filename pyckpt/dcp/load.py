@@ -6,8 +6,9 @@ import functools
 import inspect
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -23,6 +24,7 @@ from pyckpt.collector import collector_paused
 from pyckpt.dcp.failures import Carried, error_of, portable, portable_errors
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.planner import Create, LoadPlanner
+from pyckpt.dcp.renaming import Rename, moved, renamed
 from pyckpt.dcp.report import LoadReport
 from pyckpt.dcp.whole import decode_in_place
 from pyckpt.errors import LoadError
@@ -47,6 +49,8 @@ def load(
     *,
     missing: Literal["error", "keep"] = "error",
     unexpected: Literal["fill", "report", "error"] = "fill",
+    mismatched: Literal["error", "keep"] = "error",
+    rename: Rename | None = None,
     allow: Sequence[Allowed] = (),
     device: torch.device | str = "cpu",
     create: Create | None = None,
@@ -63,6 +67,8 @@ def load(
     *,
     missing: Literal["error", "keep"] = "error",
     unexpected: Literal["fill", "report", "error"] = "fill",
+    mismatched: Literal["error", "keep"] = "error",
+    rename: Rename | None = None,
     allow: Sequence[Allowed] = (),
     device: torch.device | str = "cpu",
     create: Create | None = None,
@@ -86,7 +92,9 @@ def load(
         state_dict: what to load, or the directory. Entries that were saved but are not in it stay
             out.
         path: the checkpoint's directory. May be left out where ``reader`` knows it.
-        missing, unexpected, allow, device, create: see `LoadPlanner`.
+        missing, unexpected, mismatched, allow, device, create: see `LoadPlanner`.
+        rename: called with each key of the checkpoint (``"model.head.weight"``), returns the key
+            that it has in the state; the same where it is called the same.
         verify: "items" checks the CRC-32 of every item that is read whole, "none" does not. A
             ``reader`` that is passed has its own rules.
         process_group: the ranks that load together, default all.
@@ -119,7 +127,12 @@ def load(
     elif path is not None:
         reader.reset(path)
     planner = LoadPlanner(
-        missing=missing, unexpected=unexpected, allow=allow, device=device, create=create
+        missing=missing,
+        unexpected=unexpected,
+        mismatched=mismatched,
+        allow=allow,
+        device=device,
+        create=create,
     )
     alone = no_dist or not dist.is_available() or not dist.is_initialized()
     start = time.perf_counter()
@@ -133,7 +146,7 @@ def load(
         with collector_paused():
             _load_state_dict(
                 states,
-                storage_reader=_HonestReader(reader),  # type: ignore[arg-type]
+                storage_reader=_HonestReader(reader, partial(_renamed, state_dict, rename)),  # type: ignore[arg-type]
                 process_group=process_group,
                 no_dist=alone,
                 planner=planner,
@@ -151,6 +164,15 @@ def load(
             state_dict[key] = value
     decode_in_place(state_dict)
     return _finish(planner.report, reader, time.perf_counter() - start)
+
+
+def _renamed(state_dict: dict[str, Any], rename: Rename | None, metadata: Metadata) -> Metadata:
+    if rename is None:
+        return metadata
+    recorded = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    before = {key: tuple(recorded.get(key) or (key,)) for key in metadata.state_dict_metadata}
+    names = {str(key) for key in state_dict}
+    return renamed(metadata, before, lambda key, path: moved(key, path, rename(key), names))
 
 
 def _is_stateful(value: Any) -> bool:
@@ -175,7 +197,7 @@ def _finish(report: LoadReport, reader: Any, seconds: float) -> LoadReport:
 class _HonestReader:
     """A reader whose errors in reading the metadata arrive as what they are."""
 
-    def __init__(self, reader: StorageReader) -> None:
+    def __init__(self, reader: StorageReader, change: Callable[[Metadata], Metadata]) -> None:
         self._reader = reader
         # Where ranks saved without collectives each has a metadata file; DCP tries that next, if
         # the reader can take the rank, which it tells from the signature.
@@ -186,7 +208,7 @@ class _HonestReader:
         def read_metadata(*args: Any, **kwargs: Any) -> Metadata:
             nonlocal absent
             try:
-                return reader.read_metadata(*args, **kwargs)
+                return change(reader.read_metadata(*args, **kwargs))
             except FileNotFoundError as error:
                 if absent is None and has_rank_files and "rank" not in kwargs:
                     absent = error

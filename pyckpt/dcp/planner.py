@@ -69,6 +69,8 @@ class LoadPlanner(DefaultLoadPlanner):
         unexpected: what to do about keys of the checkpoint, in containers that were passed, that
             the state does not have: "fill" creates them, "report" leaves them out, "error" lists
             them all in a `LoadError`. Only "fill" changes the structure of the state.
+        mismatched: what to do about tensors that the checkpoint has in another shape: "error" lists
+            them all in a `LoadError`, "keep" leaves them as they are.
         allow: classes and functions, beyond those that ``torch.load(weights_only=True)`` admits,
             that saved objects may contain; as for `torch.serialization.safe_globals`.
         device: where tensors go that have to be created, and those within objects that were saved
@@ -85,6 +87,7 @@ class LoadPlanner(DefaultLoadPlanner):
         *,
         missing: Literal["error", "keep"] = "error",
         unexpected: Literal["fill", "report", "error"] = "fill",
+        mismatched: Literal["error", "keep"] = "error",
         allow: Sequence[objects.Allowed] = (),
         device: torch.device | str = "cpu",
         create: Create | None = None,
@@ -95,7 +98,10 @@ class LoadPlanner(DefaultLoadPlanner):
         if unexpected not in ("fill", "report", "error"):
             raise ValueError(f"unexpected must be 'fill', 'report' or 'error', not {unexpected!r}")
         self._missing = missing
+        if mismatched not in ("error", "keep"):
+            raise ValueError(f"mismatched must be 'error' or 'keep', not {mismatched!r}")
         self._unexpected = unexpected
+        self._mismatched = mismatched
         self._allow = tuple(allow)
         self._device = torch.device(device)
         self._create = create
@@ -253,7 +259,11 @@ class LoadPlanner(DefaultLoadPlanner):
                 loaded.append(name)
                 if value.dtype != item.properties.dtype:
                     report.converted.append(Conversion(name, item.properties.dtype, value.dtype))
-        if mismatched:
+        if mismatched and self._mismatched == "keep":
+            for name in mismatched:
+                report.kept.append(name)
+                del self.state_dict[name]
+        elif mismatched:
             raise LoadError(
                 f"tensors of another shape in the checkpoint than in the state "
                 f"({len(mismatched)}): {some(mismatched.values(), _KEYS_SHOWN)}",

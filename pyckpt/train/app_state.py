@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from pyckpt.dcp.load import load
 from pyckpt.dcp.objects import Allowed
+from pyckpt.dcp.renaming import Rename, moved, renamed
 from pyckpt.dcp.report import LoadReport, some
 from pyckpt.dcp.together import together
 from pyckpt.errors import LoadError, PyckptError
@@ -25,7 +26,6 @@ from pyckpt.train.modules import ModuleEntry, Trainable, is_fsdp1, quiet, reshar
 from pyckpt.train.naming import tensor_names
 from pyckpt.train.optimizers import OptimizerEntry, optimizer_entry
 from pyckpt.train.per_rank import PerRank, RankEntry, RankState
-from pyckpt.train.renaming import Rename, moved, renamed
 from pyckpt.train.rng import RngState
 from pyckpt.train.saved import Path, Policy, Rank, paths, tree
 
@@ -237,7 +237,8 @@ class _Plan:
             rest = path[1:] if rename is None or path != before else entry.translated(path[1:])
             return (path[0], *entry.live(rest))
 
-        metadata = renamed(reader.read_metadata(), path_of)
+        original = reader.read_metadata()
+        metadata = renamed(original, paths(original), path_of)
         saved = tree(metadata)
         self.absent = [entry.name for entry in entries if entry.name not in saved]
         if self.absent and policy.missing == "error":

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from pyckpt.dcp.template import Path
 from pyckpt.errors import LoadError
-from pyckpt.train.saved import Path, paths
 
 __all__ = ["Rename", "moved", "renamed"]
 
@@ -17,16 +17,18 @@ Rename = Callable[[str], str]
 """Takes a key of the checkpoint, returns the key that it has in the state."""
 
 
-def renamed(metadata: Metadata, path_of: Callable[[str, Path], Path]) -> Metadata:
+def renamed(
+    metadata: Metadata, before: Mapping[str, Path], path_of: Callable[[str, Path], Path]
+) -> Metadata:
     """The metadata of a checkpoint as if it had been saved under other paths.
 
     Args:
+        before: the path of each key.
         path_of: takes a key and its path, and returns the path that it is to have.
 
     Raises:
         LoadError: two keys would have the same path.
     """
-    before = paths(metadata)
     after = {key: path_of(key, path) for key, path in before.items()}
     if after == before:
         return metadata
