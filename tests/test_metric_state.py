@@ -22,6 +22,7 @@ from torchmetrics.classification import (
     MulticlassPrecision,
     MulticlassRecall,
 )
+from torchmetrics.wrappers import MetricTracker, MinMaxMetric
 
 import pyckpt
 from pyckpt.errors import LoadError
@@ -392,3 +393,118 @@ def test_arguments() -> None:
         pyckpt.MetricState(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'a' is float"):
         pyckpt.MetricState({"a": 1.0})  # type: ignore[dict-item]
+
+
+# --- other metrics than were saved ----------------------------------------------------------------
+
+
+def accuracy(*values: float) -> SumMetric:
+    metric = SumMetric()
+    for value in values:
+        metric.update(value)
+    return metric
+
+
+def saved_metrics(path: Path, metrics: dict[str, nn.Module]) -> None:
+    state = {"metrics": pyckpt.MetricState(metrics)}
+    dcp.save(AppState(state).state_dict(), storage_writer=pyckpt.DirectWriter(path))
+
+
+def test_metrics_that_were_added_and_removed(tmp_path: Path) -> None:
+    saved_metrics(tmp_path, {"loss": accuracy(3.0), "old": accuracy(1.0)})
+    metrics = {"loss": accuracy(), "new": accuracy(7.0)}
+    objects = {"metrics": pyckpt.MetricState(metrics)}
+    with pytest.raises(LoadError, match=r"missing='keep'.*old.*unexpected='ignore'"):
+        AppState(objects).load(pyckpt.DirectReader(tmp_path))
+    with pytest.raises(LoadError, match="in the checkpoint only: old"):
+        AppState(objects).load(pyckpt.DirectReader(tmp_path), missing="keep")
+    report = AppState(objects).load(
+        pyckpt.DirectReader(tmp_path), missing="keep", unexpected="ignore"
+    )
+    assert (report.kept, report.unexpected) == (["metrics.new"], ["metrics.old"])
+    assert [metric.compute().item() for metric in metrics.values()] == [3.0, 7.0]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_a_tracker_takes_the_steps_that_it_had(steps: int, tmp_path: Path) -> None:
+    tracker = MetricTracker(SumMetric(), maximize=True)
+    for value in (1.0, 5.0, 2.0):
+        tracker.increment()
+        tracker.update(value)
+    saved_metrics(tmp_path, {"tracked": tracker})
+    fresh = MetricTracker(SumMetric(), maximize=True)
+    for _ in range(steps):
+        fresh.increment()
+        fresh.update(9.0)
+    AppState({"metrics": pyckpt.MetricState({"tracked": fresh})}).load(
+        pyckpt.DirectReader(tmp_path)
+    )
+    assert fresh.n_steps == 3
+    assert fresh.compute_all().tolist() == [1.0, 5.0, 2.0]
+    assert fresh.best_metric(return_step=True) == (5.0, 1)
+    fresh.increment()
+    fresh.update(6.0)
+    assert fresh.best_metric(return_step=True) == (6.0, 3)
+
+
+def test_a_tracker_of_a_collection(tmp_path: Path) -> None:
+    def made() -> MetricTracker:
+        return MetricTracker(
+            MetricCollection({"sum": SumMetric(), "max": MaxMetric()}), maximize=[True, True]
+        )
+
+    tracker = made()
+    for value in (1.0, 5.0):
+        tracker.increment()
+        tracker.update(value)
+    saved_metrics(tmp_path, {"tracked": tracker})
+    fresh = made()
+    AppState({"metrics": pyckpt.MetricState({"tracked": fresh})}).load(
+        pyckpt.DirectReader(tmp_path)
+    )
+    assert fresh.n_steps == 2
+    assert fresh.best_metric() == {"sum": 5.0, "max": 5.0}
+
+
+def extremes(path: str, save: bool, consolidate: bool = False) -> list[float]:
+    # Without this each rank would see the sums of all.
+    metric = MinMaxMetric(SumMetric(sync_on_compute=False), sync_on_compute=False)
+    state = AppState({"metrics": pyckpt.MetricState(metric, consolidate=consolidate)})
+    if save:
+        for value in (2.0, -5.0 * (1 + dist.get_rank())):
+            metric.update(value)
+            metric.compute()
+        dcp.save(state.state_dict(), storage_writer=pyckpt.DirectWriter(path))
+    else:
+        state.load(pyckpt.DirectReader(path))
+    return [metric.min_val.item(), metric.max_val.item()]
+
+
+@pytest.mark.parametrize("consolidate", [False, True])
+def test_extremes_are_restored(consolidate: bool, tmp_path: Path) -> None:
+    path = str(tmp_path)
+    assert run_ranks(2, extremes, path, True, consolidate) == [[-3.0, 2.0], [-8.0, 2.0]]
+    everyones = [[-8.0, 2.0]] * 2
+    assert run_ranks(2, extremes, path, False) == (
+        everyones if consolidate else [[-3.0, 2.0], [-8.0, 2.0]]
+    )
+    assert run_ranks(1, extremes, path, False) == everyones[:1]
+    third = run_ranks(3, extremes, path, False)[2]
+    assert third == everyones[0]
+
+
+def test_extremes_that_were_not_saved_begin_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in checkpoints of before."""
+    metric = MinMaxMetric(SumMetric())
+    metric.update(2.0)
+    metric.compute()
+    saved = AppState({"metrics": pyckpt.MetricState(metric)}).state_dict()
+    for entry in saved["metrics"]["rank-00000-of-00001"].values():
+        entry.pop("extremes", None)
+    dcp.save(saved, storage_writer=pyckpt.DirectWriter(tmp_path))
+    with caplog.at_level("WARNING", logger="pyckpt"):
+        AppState({"metrics": pyckpt.MetricState(metric)}).load(pyckpt.DirectReader(tmp_path))
+    assert "its extremes were not saved, and begin anew" in caplog.text
+    assert metric.min_val.item() == float("inf")

@@ -432,7 +432,12 @@ def test_learning_does_not_reach_what_is_live(simulation: Simulation) -> None:
     inner = torch.optim.Adam(params)
     optimizer = Talkative(params, inner)
     native = optim.placement(optimizer)[params[0]]
-    assert {key: entry.kind for key, entry in native.items()} == {"early": "host"}
+    assert {key: entry.kind for key, entry in native.items()} == {
+        "early": "host",
+        "step": "host",
+        "exp_avg": "device",
+        "exp_avg_sq": "device",
+    }
     assert inner.state == {}
 
 
@@ -451,10 +456,10 @@ class Wrapping:
     """Has an optimizer, and nobody knows."""
 
     def __init__(self, inner: Any) -> None:
-        self.inner = inner
+        self.inner = lambda: inner
 
     def load_state_dict(self, state_dict: Any) -> None:
-        self.inner.load_state_dict(state_dict)
+        self.inner().load_state_dict(state_dict)
 
 
 def test_loading_something_else_than_an_optimizer() -> None:

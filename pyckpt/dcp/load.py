@@ -6,9 +6,10 @@ import functools
 import inspect
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,9 @@ from pyckpt.collector import collector_paused
 from pyckpt.dcp.failures import Carried, error_of, portable, portable_errors
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.planner import Create, LoadPlanner
+from pyckpt.dcp.renaming import Rename, moved, renamed
 from pyckpt.dcp.report import LoadReport
+from pyckpt.dcp.whole import decode_in_place
 from pyckpt.errors import CheckpointReplaced, LoadError
 
 __all__ = ["load"]
@@ -31,12 +34,25 @@ __all__ = ["load"]
 _ATTEMPTS = 5  # to load a checkpoint that another process keeps saving over
 
 
+@overload
+def load(
+    state_dict: str | os.PathLike[str],
+    *,
+    allow: Sequence[Allowed] = (),
+    device: torch.device | str = "cpu",
+    verify: Literal["items", "none"] = "items",
+) -> dict[str, Any]: ...
+
+
+@overload
 def load(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str] | None = None,
     *,
     missing: Literal["error", "keep"] = "error",
     unexpected: Literal["fill", "report", "error"] = "fill",
+    mismatched: Literal["error", "keep"] = "error",
+    rename: Rename | None = None,
     allow: Sequence[Allowed] = (),
     device: torch.device | str = "cpu",
     create: Create | None = None,
@@ -44,8 +60,30 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     reader: StorageReader | None = None,
-) -> LoadReport:
+) -> LoadReport: ...
+
+
+def load(
+    state_dict: dict[str, Any] | str | os.PathLike[str],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    missing: Literal["error", "keep"] = "error",
+    unexpected: Literal["fill", "report", "error"] = "fill",
+    mismatched: Literal["error", "keep"] = "error",
+    rename: Rename | None = None,
+    allow: Sequence[Allowed] = (),
+    device: torch.device | str = "cpu",
+    create: Create | None = None,
+    verify: Literal["items", "none"] = "items",
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    reader: StorageReader | None = None,
+) -> LoadReport | dict[str, Any]:
     """Load a checkpoint into ``state_dict``, in place, and say what was done.
+
+    Given the checkpoint's directory alone, return all that it holds, in dicts and lists as it was
+    saved: tensors whole, on ``device``. Then each process loads for itself, and ``allow``,
+    ``device`` and ``verify`` are all there is to say.
 
     As in `torch.distributed.checkpoint.load`, all ranks call this with the same keys, tensors are
     loaded into the memory that they have, and an entry with ``state_dict`` and ``load_state_dict``
@@ -53,9 +91,12 @@ def load(
     was saved and is not in the state is created, and nothing of the file is run: see `LoadPlanner`.
 
     Args:
-        state_dict: what to load. Entries that were saved but are not in it stay out.
+        state_dict: what to load, or the directory. Entries that were saved but are not in it stay
+            out.
         path: the checkpoint's directory. May be left out where ``reader`` knows it.
-        missing, unexpected, allow, device, create: see `LoadPlanner`.
+        missing, unexpected, mismatched, allow, device, create: see `LoadPlanner`.
+        rename: called with each key of the checkpoint (``"model.head.weight"``), returns the key
+            that it has in the state; the same where it is called the same.
         verify: "items" checks the CRC-32 of every item that is read whole, "none" does not. A
             ``reader`` that is passed has its own rules.
         process_group: the ranks that load together, default all.
@@ -63,7 +104,8 @@ def load(
         reader: a StorageReader to use instead of `DirectReader`.
 
     Returns:
-        What this rank loaded, created, converted, kept and left out.
+        What this rank loaded, created, converted, kept and left out; of a directory alone, all of
+        it.
 
     Raises:
         OSError: a file is missing or cannot be read.
@@ -73,6 +115,12 @@ def load(
             by an error that is none of these. The errors of the ranks are chained.
         CheckpointReplaced: the checkpoint was saved over while it was loaded, again and again.
     """
+    if isinstance(state_dict, str | os.PathLike):
+        from pyckpt.dcp.everything import load_all
+
+        if path is not None or reader is not None:
+            raise TypeError("load takes a state, and then a path; or a path alone")
+        return load_all(state_dict, allow=allow, device=device, verify=verify)
     if reader is None:
         if path is None:
             raise ValueError("load needs a path or a reader")
@@ -83,9 +131,15 @@ def load(
         reader.reset(path)
     alone = no_dist or not dist.is_available() or not dist.is_initialized()
     start = time.perf_counter()
+    shown = _HonestReader(reader, partial(_renamed, state_dict, rename))
     for attempt in range(_ATTEMPTS):
         planner = LoadPlanner(
-            missing=missing, unexpected=unexpected, allow=allow, device=device, create=create
+            missing=missing,
+            unexpected=unexpected,
+            mismatched=mismatched,
+            allow=allow,
+            device=device,
+            create=create,
         )
         states = {
             key: value.state_dict() if _is_stateful(value) else value
@@ -97,7 +151,7 @@ def load(
             with collector_paused():
                 _load_state_dict(
                     states,
-                    storage_reader=_HonestReader(reader),  # type: ignore[arg-type]
+                    storage_reader=shown,  # type: ignore[arg-type]
                     process_group=process_group,
                     no_dist=alone,
                     planner=planner,
@@ -115,6 +169,7 @@ def load(
             entry.load_state_dict(value)
         else:
             state_dict[key] = value
+    decode_in_place(state_dict)
     return _finish(planner.report, reader, time.perf_counter() - start)
 
 
@@ -122,6 +177,15 @@ def _is_replaced(failure: CheckpointException) -> bool:
     """Whether a load may well succeed now. All ranks come to the same answer, since all have the
     errors of all."""
     return any(isinstance(error, CheckpointReplaced) for error, _ in failure.failures.values())
+
+
+def _renamed(state_dict: dict[str, Any], rename: Rename | None, metadata: Metadata) -> Metadata:
+    if rename is None:
+        return metadata
+    recorded = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    before = {key: tuple(recorded.get(key) or (key,)) for key in metadata.state_dict_metadata}
+    names = {str(key) for key in state_dict}
+    return renamed(metadata, before, lambda key, path: moved(key, path, rename(key), names))
 
 
 def _is_stateful(value: Any) -> bool:
@@ -146,7 +210,7 @@ def _finish(report: LoadReport, reader: Any, seconds: float) -> LoadReport:
 class _HonestReader:
     """A reader whose errors in reading the metadata arrive as what they are."""
 
-    def __init__(self, reader: StorageReader) -> None:
+    def __init__(self, reader: StorageReader, change: Callable[[Metadata], Metadata]) -> None:
         self._reader = reader
         # Where ranks saved without collectives each has a metadata file; DCP tries that next, if
         # the reader can take the rank, which it tells from the signature.
@@ -157,7 +221,7 @@ class _HonestReader:
         def read_metadata(*args: Any, **kwargs: Any) -> Metadata:
             nonlocal absent
             try:
-                return reader.read_metadata(*args, **kwargs)
+                return change(reader.read_metadata(*args, **kwargs))
             except FileNotFoundError as error:
                 if absent is None and has_rank_files and "rank" not in kwargs:
                     absent = error

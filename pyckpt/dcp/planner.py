@@ -37,6 +37,7 @@ from pyckpt.dcp import objects
 from pyckpt.dcp.leaves import is_checkpointable, whole_size, with_attributes
 from pyckpt.dcp.report import Conversion, LoadReport, Replacement, some
 from pyckpt.dcp.template import Growth, Slot, Template, is_empty, place
+from pyckpt.dcp.whole import KEYS
 from pyckpt.errors import CorruptCheckpoint, LoadError
 from pyckpt.format.paths import path_of, paths
 from pyckpt.locks import fork_safe_lock
@@ -70,6 +71,8 @@ class LoadPlanner(DefaultLoadPlanner):
         unexpected: what to do about keys of the checkpoint, in containers that were passed, that
             the state does not have: "fill" creates them, "report" leaves them out, "error" lists
             them all in a `LoadError`. Only "fill" changes the structure of the state.
+        mismatched: what to do about tensors that the checkpoint has in another shape: "error" lists
+            them all in a `LoadError`, "keep" leaves them as they are.
         allow: classes and functions, beyond those that ``torch.load(weights_only=True)`` admits,
             that saved objects may contain; as for `torch.serialization.safe_globals`.
         device: where tensors go that have to be created, and those within objects that were saved
@@ -86,6 +89,7 @@ class LoadPlanner(DefaultLoadPlanner):
         *,
         missing: Literal["error", "keep"] = "error",
         unexpected: Literal["fill", "report", "error"] = "fill",
+        mismatched: Literal["error", "keep"] = "error",
         allow: Sequence[objects.Allowed] = (),
         device: torch.device | str = "cpu",
         create: Create | None = None,
@@ -96,7 +100,10 @@ class LoadPlanner(DefaultLoadPlanner):
         if unexpected not in ("fill", "report", "error"):
             raise ValueError(f"unexpected must be 'fill', 'report' or 'error', not {unexpected!r}")
         self._missing = missing
+        if mismatched not in ("error", "keep"):
+            raise ValueError(f"mismatched must be 'error' or 'keep', not {mismatched!r}")
         self._unexpected = unexpected
+        self._mismatched = mismatched
         self._allow = tuple(allow)
         self._device = torch.device(device)
         self._create = create
@@ -177,7 +184,10 @@ class LoadPlanner(DefaultLoadPlanner):
         extra: list[str] = []
         for name in self.metadata.state_dict_metadata:
             if name not in self.state_dict:
-                inside = path_of(self.metadata, name)[0] in passed
+                path = path_of(self.metadata, name)
+                if self._unexpected != "fill" and path[-1] == KEYS:
+                    continue
+                inside = path[0] in passed
                 (extra if inside else report.left_out).append(name)
         return extra
 
@@ -253,7 +263,11 @@ class LoadPlanner(DefaultLoadPlanner):
                 loaded.append(name)
                 if value.dtype != item.properties.dtype:
                     report.converted.append(Conversion(name, item.properties.dtype, value.dtype))
-        if mismatched:
+        if mismatched and self._mismatched == "keep":
+            for name in mismatched:
+                report.kept.append(name)
+                del self.state_dict[name]
+        elif mismatched:
             raise LoadError(
                 f"tensors of another shape in the checkpoint than in the state "
                 f"({len(mismatched)}): {some(mismatched.values(), _KEYS_SHOWN)}",
@@ -390,6 +404,17 @@ class LoadPlanner(DefaultLoadPlanner):
             self._pending[name] = reads - 1
         if reads == 1:
             self._put(name, self.state_dict[name])
+
+    def take(self, read_item: ReadItem, tensor: torch.Tensor) -> bool:
+        """Put a tensor that is more than its memory in the place of one that was to be created and
+        filled. Returns False where there is one to fill."""
+        name = read_item.dest_index.fqn
+        with self._lock:
+            if self._pending.get(name) != 1 or tensor.shape != self.state_dict[name].shape:
+                return False
+            self._pending[name] = 0
+        self._put(name, tensor.to(self._device))
+        return True
 
     def _put(self, name: str, value: Any) -> None:
         replacement: Replacement | None = place(name, self._slots[name], value)

@@ -24,7 +24,9 @@ from torch.futures import Future
 
 from pyckpt import _C
 from pyckpt.dcp import objects
+from pyckpt.dcp.leaves import is_plain_type
 from pyckpt.dcp.parts import Seen, refuse_mixture
+from pyckpt.dcp.whole import is_special
 from pyckpt.engine import Engine, default_engine
 from pyckpt.errors import CheckpointReplaced, CorruptCheckpoint, PyckptError
 from pyckpt.format import commit
@@ -543,6 +545,10 @@ class _Load:
         except CorruptCheckpoint as error:
             info = self.metadata.storage_data[item.storage_index]
             raise _damaged(item, info, self.reader.path, "not a readable tensor") from error
+        if is_special(tensor) or not is_plain_type(tensor):
+            take = getattr(self.planner, "take", None)
+            if take is not None and take(item, tensor):
+                return
         tensor = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
         target = self.planner.resolve_tensor(item)
         _check_size(item, target)

@@ -20,13 +20,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
 from pyckpt import _C
 from pyckpt.collector import collector_paused
+from pyckpt.dcp import conflicts
 from pyckpt.dcp.leaves import is_plain_type, local_tensor, plans_itself
+from pyckpt.dcp.whole import Whole
 from pyckpt.errors import PyckptError
 from pyckpt.format.metadata import read
 from pyckpt.locks import fork_safe_lock
@@ -338,6 +340,7 @@ class SavePlanner(DefaultSavePlanner):
                     plan.local[of_rank.rank], storage_data=local[rank].storage_data
                 )
                 self._wrote[rank] = {item.index for item in plan.final[of_rank.rank].items}
+        conflicts.check(local)
         final, metadata = self._create_global_plan(local)
         name = uuid.uuid4().hex
         made = _GlobalPlan(local, final, metadata, {})
@@ -406,6 +409,10 @@ class SavePlanner(DefaultSavePlanner):
             return super().lookup_object(index)
         leaf = self.leaves[self.known.positions[index.fqn]]
         return find_tensor_shard(leaf, index) if isinstance(leaf, torch.Tensor) else leaf
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        value = object.value if isinstance(object, Whole) else object
+        return super().transform_object(write_item, value)
 
     def tensors(self) -> list[torch.Tensor | None]:
         """For each item of the final plan of a known state dict its memory; None for objects."""

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pyckpt.optim.mover import dtype_fits, misplaced, name_of, relocate
-from pyckpt.optim.places import Placement, Resolver, found, known_members, members, unwrapped
+from pyckpt.optim.places import Placement, Resolver, found
 from pyckpt.optim.tensors import Path, any_index, is_dtensor, leaves, mapped, replace
 from pyckpt.optim.transfer import Request, place
+from pyckpt.optim.wrappers import held, known_members, layers, members, relinked, unwrapped
 
 __all__ = ["load_state_dict"]
 
@@ -55,11 +56,13 @@ def load_state_dict(
 
     Raises:
         ValueError: groups, parameters or shapes do not fit, only some of a group's names are the
-            checkpoint's, or ``flags`` is neither. Nothing was loaded.
+            checkpoint's, or ``flags`` is neither; nothing was loaded. Or ``optimizer`` is a wrapper
+            that took the state and did not pass it on to the optimizer that it steps.
         TypeError: ``optimizer`` is neither.
     """
     if flags not in ("live", "saved"):
         raise ValueError(f"{flags = } must be 'live' or 'saved'.")
+    relink = relinked(optimizer)
     optimizer = unwrapped(optimizer)
     if not hasattr(optimizer, "load_state_dict"):
         members(optimizer)  # says what is wrong
@@ -67,6 +70,36 @@ def load_state_dict(
         _delegate(optimizer, state_dict, flags)
     else:
         _load(optimizer, state_dict, flags)
+    relink()
+    _check_passed_on(optimizer, state_dict)
+
+
+def _check_passed_on(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Raise ValueError where an optimizer that this one holds should have got what was loaded."""
+    inner = held(optimizer)
+    if not inner:
+        return
+    loaded: dict[int, set[Hashable]] = defaultdict(set)
+    for param, path in _saved_tensors(optimizer, state_dict):
+        loaded[param].add(path[0])
+    for name, other in inner.items():
+        lost = set()
+        for layer in layers(other):
+            if not hasattr(layer, "state"):
+                continue
+            resolver = Resolver(layer)
+            for index, group in enumerate(layer.param_groups):
+                for param in group["params"]:
+                    missing = loaded[id(param)] - set(layer.state.get(param, ()))
+                    if missing:
+                        native = {path[0] for path in resolver.learned(index, param)}
+                        lost |= missing & native
+        if lost:
+            raise ValueError(
+                f"{type(optimizer).__qualname__} has loaded {_some(sorted(map(str, lost)))}, and "
+                f"the {type(other).__qualname__} that it steps, in its attribute {name}, has not, "
+                f"and would begin anew; load that one instead."
+            )
 
 
 def _loads_itself(optimizer: Any) -> bool:

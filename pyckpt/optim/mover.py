@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyckpt.optim.learning import reads_of
-from pyckpt.optim.places import Placement, Resolver, found, members
+from pyckpt.optim.places import Placement, Resolver, found
 from pyckpt.optim.tensors import (
     Path,
     is_dtensor,
@@ -20,6 +20,7 @@ from pyckpt.optim.tensors import (
     replace,
 )
 from pyckpt.optim.transfer import Request, place
+from pyckpt.optim.wrappers import members
 
 __all__ = ["Misplaced", "check", "move", "repair"]
 
@@ -58,7 +59,7 @@ def check(optimizer: Any) -> list[Misplaced]:
     keeping moments in float32 may be meant, and narrowing them could not be undone.
 
     Args:
-        optimizer: an optimizer, or a wrapper that pyckpt knows.
+        optimizer: an optimizer, or a wrapper of some.
 
     Returns:
         One entry a tensor, in the order of the parameters; empty where all is well. Its ``syncs``

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from pyckpt import guard
 from pyckpt.optim import buffers
-from pyckpt.optim.places import layers, members
 from pyckpt.optim.tensors import leaves, plain_parts
+from pyckpt.optim.wrappers import layers, members
 
 __all__ = ["Offloader"]
 
@@ -59,7 +59,7 @@ class Offloader:
     captured again. For one thread at a time.
 
     Args:
-        optimizer: the optimizer, or a wrapper that pyckpt knows.
+        optimizer: the optimizer, or a wrapper of some.
 
     Raises:
         TypeError: it is neither.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from pyckpt.optim.learning import Learned, Spec, learn
 from pyckpt.optim.tensors import Path, any_index, is_dtensor, leaves
+from pyckpt.optim.wrappers import added_to, members
 
 __all__ = [
     "Placement",
@@ -91,7 +91,7 @@ def placement(optimizer: Any) -> Placements:
     `register_placement`. What neither knows is "unknown".
 
     Args:
-        optimizer: a `torch.optim.Optimizer`, or a wrapper of some that pyckpt knows.
+        optimizer: a `torch.optim.Optimizer`, or a wrapper of some.
 
     Returns:
         A mapping: parameter -> key -> `Placement`. Keys in nested containers are tuples.
@@ -114,7 +114,8 @@ def placement(optimizer: Any) -> Placements:
                 for path, tensor in leaves(live):
                     entries.pop(_name(any_index(live, path)), None)  # it has an index now
                     entries[_name(path)] = resolver.wanted(index, param, path, live, tensor)
-                state[param] = entries
+                # An optimizer and one that it holds have state of the same parameter.
+                state.setdefault(param, {}).update(entries)
     return Placements(state, groups)
 
 
@@ -165,92 +166,6 @@ def rule_for(cls: type) -> Rule | None:
     return None
 
 
-# --- wrappers ---------------------------------------------------------------------------------
-
-# Optimizers that keep others, by qualified name. Of some, all state and all groups are those of the
-# one they wrap:
-_TRANSPARENT: dict[str, str] = {
-    "accelerate.optimizer.AcceleratedOptimizer": "optimizer",
-    "lightning.fabric.wrappers._FabricOptimizer": "_optimizer",
-    "lightning.pytorch.core.optimizer.LightningOptimizer": "_optimizer",
-    "schedulefree.wrap_schedulefree.ScheduleFreeWrapper": "base",
-    "schedulefree.wrap_schedulefree_reference.ScheduleFreeWrapperReference": "base",
-}
-# What some of these add to the state that they share, like the parameter and beside it:
-_ADDED: dict[str, tuple[Path, ...]] = {
-    "schedulefree.wrap_schedulefree.ScheduleFreeWrapper": (("z",),),
-    "schedulefree.wrap_schedulefree_reference.ScheduleFreeWrapperReference": (
-        ("x",),
-        ("y",),
-        ("z",),
-    ),
-}
-# By the optimizer to whose state it is added, as seen when it was last reached by its wrapper.
-_added: weakref.WeakKeyDictionary[Any, tuple[Path, ...]] = weakref.WeakKeyDictionary()
-# Others have a state dict of their own:
-_WRAPPED: dict[str, Callable[[Any], list[Any]]] = {
-    "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": (
-        lambda optimizer: [optimizer.optim]
-    ),
-    "torchao.optim.cpu_offload.CPUOffloadOptimizer": (
-        lambda optimizer: [*optimizer.optim_dict.values(), optimizer.d_opt]
-    ),
-}
-
-
-def _by_name(table: dict[str, Any], cls: type) -> Any:
-    names = (f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
-    return next((table[name] for name in names if name in table), None)
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """The optimizer behind wrappers that add nothing to its state."""
-    while (attribute := _by_name(_TRANSPARENT, type(optimizer))) is not None:
-        added = _by_name(_ADDED, type(optimizer))
-        optimizer = getattr(optimizer, attribute)
-        if added is not None:
-            _added[optimizer] = added
-    return optimizer
-
-
-def members(optimizer: Any) -> list[Any]:
-    """The optimizers that hold the state: the one itself, or those it wraps.
-
-    Raises:
-        TypeError: it is no optimizer, and no wrapper that is known.
-    """
-    found = known_members(optimizer)
-    if not found:
-        cls = type(optimizer)
-        raise TypeError(
-            f"{cls.__module__}.{cls.__qualname__} is no optimizer, with state and param_groups, "
-            f"and no wrapper of some that pyckpt knows."
-        )
-    return found
-
-
-def known_members(optimizer: Any) -> list[Any]:
-    """As `members`; none where it is neither."""
-    optimizer = unwrapped(optimizer)
-    inner = _by_name(_WRAPPED, type(optimizer))
-    if inner is not None:
-        return [m for o in inner(optimizer) if o is not None for m in known_members(o)]
-    if hasattr(optimizer, "state") and hasattr(optimizer, "param_groups"):
-        return [optimizer]
-    return []
-
-
-def layers(optimizer: Any) -> list[Any]:
-    """The optimizer, those that it wraps, and those that they wrap."""
-    attribute = _by_name(_TRANSPARENT, type(optimizer))
-    several = _by_name(_WRAPPED, type(optimizer))
-    if attribute is not None:
-        inner = [getattr(optimizer, attribute)]
-    else:
-        inner = [] if several is None else several(optimizer)
-    return [optimizer, *(layer for o in inner if o is not None for layer in layers(o))]
-
-
 # --- resolving --------------------------------------------------------------------------------
 
 
@@ -287,7 +202,7 @@ class Resolver:
         if key not in self._tables:
             natives = {} if self._rule is not None else self._group(index)[key[1]].natives
             table = {path: Placement(native.kind, native.dtype) for path, native in natives.items()}
-            for path in _added.get(self._optimizer, ()):
+            for path in added_to(self._optimizer):
                 table[path] = Placement("device", param.dtype)
             self._tables[key] = table
         return self._tables[key]

@@ -16,15 +16,18 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from pyckpt.dcp.load import load
 from pyckpt.dcp.objects import Allowed
+from pyckpt.dcp.renaming import Rename, moved, renamed
 from pyckpt.dcp.report import LoadReport, some
 from pyckpt.dcp.together import together
 from pyckpt.errors import LoadError, PyckptError
+from pyckpt.optim.wrappers import unwrapped
 from pyckpt.train.entry import Entry, GradScalerEntry, StatefulEntry, ValueEntry
-from pyckpt.train.modules import ModuleEntry, is_fsdp1, quiet, reshard
-from pyckpt.train.optimizers import optimizer_entry
+from pyckpt.train.modules import ModuleEntry, Trainable, is_fsdp1, quiet, reshard
+from pyckpt.train.naming import tensor_names
+from pyckpt.train.optimizers import OptimizerEntry, optimizer_entry
 from pyckpt.train.per_rank import PerRank, RankEntry, RankState
 from pyckpt.train.rng import RngState
-from pyckpt.train.saved import Path, Rank, paths, tree
+from pyckpt.train.saved import Path, Policy, Rank, paths, tree
 
 __all__ = ["AppState"]
 
@@ -98,6 +101,9 @@ class AppState:
         *,
         missing: Literal["error", "keep"] = "error",
         keep: Sequence[str] = (),
+        unexpected: Literal["error", "ignore"] = "error",
+        mismatched: Literal["error", "keep"] = "error",
+        rename: Rename | None = None,
         allow: Sequence[Allowed] = (),
         check: Callable[[LoadReport, Metadata], LoadReport] | None = None,
     ) -> LoadReport:
@@ -109,10 +115,17 @@ class AppState:
 
         Args:
             reader: of the checkpoint.
-            missing: what to do about objects, parameters, and keys of plain dicts that the
-                checkpoint does not have: raise a `LoadError`, or "keep" them as they are.
+            missing: what to do about objects, parameters, metrics, and keys of plain dicts that
+                the checkpoint does not have: raise a `LoadError`, or "keep" them as they are.
             keep: what is to stay as it is in ``objects``, whatever was saved: names of objects, and
                 of values in plain dicts ("config.total_epochs").
+            unexpected: what to do about parameters, optimizer state and metrics that the
+                checkpoint has and the objects have not: raise a `LoadError`, or "ignore" them.
+            mismatched: what to do about parameters and buffers that have another shape in the
+                checkpoint: raise a `LoadError`, or "keep" them, and what optimizers have of them.
+            rename: called with each key of the checkpoint (``"model.head.weight"``), returns the
+                key that it has in the state; the same where it is called the same. What is said of
+                a parameter of a module goes for its optimizer state too.
             allow: as for `pyckpt.load`.
             check: called once everything is read, with what this rank loaded and the checkpoint's
                 metadata, before any ``load_state_dict``; raises on all ranks, or on none.
@@ -128,17 +141,18 @@ class AppState:
                 ``load_state_dict`` raises; an ``OSError`` is always of the checkpoint's files.
                 Before that, nothing is changed by errors that the checkpoint's metadata tell of.
         """
-        flat = any(isinstance(v, nn.Module) and is_fsdp1(v) for v in self._objects.values())
+        policy = Policy(missing, unexpected, mismatched)
+        flat = any(is_fsdp1(module) for module in self._modules().values())
         with quiet() if flat else nullcontext():
             plan = together(
-                lambda: self._plan(reader, missing, keep),
+                lambda: self._plan(reader, policy, rename, keep),
                 process_group=self._group,
                 doing="loading",
             )
             report = load(
                 plan.states,
-                reader=plan.reader,  # type: ignore[arg-type]
-                missing=missing,
+                reader=plan.reader,
+                missing=policy.missing,
                 allow=allow,
                 create=plan.create,
                 process_group=self._group,
@@ -146,9 +160,14 @@ class AppState:
             if check is not None:
                 report = check(report, plan.reader.read_metadata())
             together(lambda: self._restore(plan), process_group=self._group, doing="restoring")
+        kept = [key for entry in plan.entries for key in entry.kept]
         return replace(
             report,
-            kept=[*report.kept, *plan.absent, *plan.kept, *plan.spared],
+            kept=[*report.kept, *plan.absent, *plan.kept, *plan.spared, *kept],
+            unexpected=[
+                *report.unexpected,
+                *(key for entry in plan.entries for key in entry.ignored),
+            ],
             differing=[
                 one
                 for entry in plan.entries
@@ -157,18 +176,37 @@ class AppState:
             ],
         )
 
+    def _modules(self) -> dict[str, nn.Module]:
+        return {
+            name: value.module if isinstance(value, Trainable) else value
+            for name, value in self._objects.items()
+            if isinstance(value, nn.Module | Trainable)
+        }
+
     def _entries(self) -> list[Entry]:
-        modules = {k: v for k, v in self._objects.items() if isinstance(v, nn.Module)}
+        modules = self._modules()
         reshard(modules.values())
         rank = Rank.of(self._group)
-        return [_entry(name, value, modules, rank) for name, value in self._objects.items()]
+        optimizers = _optimizers(self._objects)
+        named = tensor_names(
+            {name: value for name, value in self._objects.items() if isinstance(value, dict)}
+        )
+        others = {id(optimizer) for optimizer in optimizers.values()}
+        return [
+            optimizer_entry(name, value, modules, others, named)
+            if name in optimizers
+            else _entry(name, value, rank)
+            for name, value in self._objects.items()
+        ]
 
-    def _plan(self, reader: StorageReader, missing: str, keep: Sequence[str]) -> _Plan:
+    def _plan(
+        self, reader: StorageReader, policy: Policy, rename: Rename | None, keep: Sequence[str]
+    ) -> _Plan:
         with _blamed_on("the state", OSError):
             entries = self._entries()
         spared = _spare(entries, keep)
         wanted = [entry for entry in entries if entry.name not in spared]
-        plan = _Plan(wanted, reader, missing, spared)
+        plan = _Plan(wanted, reader, policy, rename, spared)
         if not isinstance(self._objects, MutableMapping):
             fixed = [one.name for one in plan.entries if isinstance(one, ValueEntry) and one.fixed]
             if fixed:
@@ -200,24 +238,50 @@ class _Plan:
     that are not."""
 
     def __init__(
-        self, entries: list[Entry], reader: StorageReader, missing: str, spared: Sequence[str]
+        self,
+        entries: list[Entry],
+        reader: StorageReader,
+        policy: Policy,
+        rename: Rename | None,
+        spared: Sequence[str],
     ) -> None:
-        metadata = reader.read_metadata()
+        by_name = {entry.name: entry for entry in entries}
+        for entry in entries:
+            entry.policy, entry.rename = policy, rename
+
+        def path_of(key: str, path: Path) -> Path:
+            before = path
+            if rename is not None:
+                path = moved(key, path, rename(key), by_name)
+            entry = by_name.get(str(path[0]))
+            if entry is None or len(path) == 1:
+                return path
+            rest = path[1:] if rename is None or path != before else entry.translated(path[1:])
+            return (path[0], *entry.live(rest))
+
+        original = reader.read_metadata()
+        metadata = renamed(original, paths(original), path_of)
         saved = tree(metadata)
         absent = [entry for entry in entries if entry.name not in saved]
         self.spared = [*spared, *(entry.name for entry in absent if _is_kept(entry))]
         self.absent = [entry.name for entry in absent if not _is_kept(entry)]
-        if self.absent and missing == "error":
+        if self.absent and policy.missing == "error":
             raise LoadError(
                 f"not in the checkpoint: {some(self.absent, 20)}; it has {some(saved, 20)}",
                 missing=tuple(self.absent),
             )
         self.entries = [entry for entry in entries if entry.name in saved]
         self.states = {}
-        for entry in self.entries:
+        mismatched: set[int] = set()
+        # Which parameters stay as they are is for modules to say, and for optimizers to know.
+        for entry in sorted(self.entries, key=_turn):
             with _blamed_on(entry.name, OSError):
+                if isinstance(entry, OptimizerEntry):
+                    entry.leave(mismatched)
                 self.states[entry.name] = entry.template(saved[entry.name])
-        self._missing = missing
+            if isinstance(entry, ModuleEntry):
+                mismatched |= entry.mismatched
+        self._missing = policy.missing
         self.settle(saved)
         self._by_name = {entry.name: entry for entry in self.entries}
         self._paths = paths(metadata)
@@ -226,7 +290,7 @@ class _Plan:
             for key, item in metadata.state_dict_metadata.items()
             if self._wants(self._paths[key])
         }
-        self.reader = _Narrowed(reader, replace(metadata, state_dict_metadata=wanted))
+        self.reader: Any = _Narrowed(reader, replace(metadata, state_dict_metadata=wanted))
 
     def settle(self, found: Mapping[str, Any]) -> None:
         """Apply the policy to keys of plain dicts that were not saved, by what is known of those
@@ -321,14 +385,27 @@ def _is_rng(entry: Entry) -> bool:
     return isinstance(entry, RankEntry) and isinstance(entry.value, RngState)
 
 
-def _entry(name: str, value: Any, modules: Mapping[str, nn.Module], rank: Rank) -> Entry:
+def _optimizers(objects: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
+    """By name, each without wrappers that have no state of their own."""
+    found = {}
+    for name, value in objects.items():
+        if not isinstance(value, nn.Module) and _is_stateful(value):
+            inner = unwrapped(value)
+            if isinstance(inner, torch.optim.Optimizer):
+                found[name] = inner
+    return found
+
+
+def _is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict")
+
+
+def _entry(name: str, value: Any, rank: Rank) -> Entry:
     if isinstance(value, RankState):
         return RankEntry(name, value, rank)
-    if isinstance(value, nn.Module):
+    if isinstance(value, nn.Module | Trainable):
         return ModuleEntry(name, value)
-    if isinstance(value, torch.optim.Optimizer):
-        return optimizer_entry(name, value, modules)
-    if callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict"):
+    if _is_stateful(value):
         if isinstance(value, _PER_RANK) or type(value).__module__.startswith(_PER_RANK_PACKAGES):
             return RankEntry(name, PerRank(value), rank)
         if isinstance(value, torch.amp.GradScaler):

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pyckpt.dcp.objects import Allowed
+from pyckpt.dcp.renaming import Rename
 from pyckpt.dcp.report import LoadReport
 from pyckpt.engine import Engine
 from pyckpt.locks import fork_safe_lock
@@ -32,6 +33,7 @@ from pyckpt.train.handle import SaveHandle
 from pyckpt.train.pieces import verify
 from pyckpt.train.policy import Policy
 from pyckpt.train.ranks import Ranks
+from pyckpt.train.rehearsal import rehearse
 from pyckpt.train.restorer import LoadOptions, Restorer
 from pyckpt.train.retention import Best, Protected, Retention, prune
 from pyckpt.train.saver import Saver
@@ -395,6 +397,9 @@ class Checkpointer:
         required: bool = False,
         missing: Literal["error", "keep"] = "error",
         keep: Sequence[str] = (),
+        unexpected: Literal["error", "ignore"] = "error",
+        mismatched: Literal["error", "keep"] = "error",
+        rename: Rename | None = None,
         allow: Sequence[Allowed] = (),
     ) -> int | None:
         """Load the newest checkpoint that is valid for all ranks into ``state``, in place.
@@ -413,12 +418,19 @@ class Checkpointer:
             step: load this one and no other.
             required: whether it is an error that there is none. If not, the log says what is there
                 instead.
-            missing: what to do about objects, parameters, and keys of plain dicts that the
-                checkpoint does not have: raise a `LoadError`, or "keep" them as they are.
+            missing: what to do about objects, parameters, metrics, and keys of plain dicts that
+                the checkpoint does not have: raise a `LoadError`, or "keep" them as they are.
             keep: what is to stay as it is in the state, whatever was saved: names of objects, and
                 of values in plain dicts ("config.total_epochs"). Of all else what was saved wins;
                 ``load_report.differing`` says which plain values were not the same, and so does the
                 log at level INFO.
+            unexpected: what to do about parameters, optimizer state and metrics that the
+                checkpoint has and the objects have not: raise a `LoadError`, or "ignore" them.
+            mismatched: what to do about parameters and buffers that have another shape in the
+                checkpoint: raise a `LoadError`, or "keep" them, and what optimizers have of them.
+            rename: called with each key of the checkpoint (``"model.head.weight"``), returns the
+                key that it has in the state; the same where it is called the same. What is said of
+                a parameter of a module goes for its optimizer state too.
             allow: classes and functions that objects in the checkpoint may use, as for
                 `pyckpt.load`.
 
@@ -442,7 +454,7 @@ class Checkpointer:
         self._check_open()
         state = state_of(state)
         step = None if step is None else step_of(step)
-        options = LoadOptions(missing, keep, allow)
+        options = LoadOptions(missing, keep, unexpected, mismatched, rename, allow)
         self._saver.wait()
         self._ranks.check()
         start = time.perf_counter()
@@ -616,6 +628,7 @@ class Checkpointer:
 
     def _verify(self, path: Path, metadata: Any) -> None:
         verify(path, metadata, engine=self._engine)
+        rehearse(path, metadata)
 
     # --- the end ----------------------------------------------------------------------------------
 

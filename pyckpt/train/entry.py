@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from functools import reduce
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from pyckpt.dcp.report import Difference
+from pyckpt.optim.wrappers import parameters, sharding
 from pyckpt.train import values
-from pyckpt.train.saved import Path, Tree
+from pyckpt.train.saved import Path, Policy, Tree
 
 __all__ = ["Entry", "GradScalerEntry", "StatefulEntry", "ValueEntry"]
 
@@ -23,6 +25,13 @@ class Entry(ABC):
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.policy = Policy()
+        self.rename: Callable[[str], str] | None = None
+        """What the caller says about keys of the checkpoint that had other names."""
+        self.kept: list[str] = []
+        """Keys that stay as they are: the checkpoint does not have them, or in another shape."""
+        self.ignored: list[str] = []
+        """Keys of the checkpoint that the object does not have."""
 
     @abstractmethod
     def state(self) -> Any:
@@ -45,6 +54,15 @@ class Entry(ABC):
     def create(self, path: Path, item: TensorStorageMetadata) -> torch.Tensor | None:
         """A tensor for what the template does not have, or None for a plain one on the CPU."""
         return None
+
+    def live(self, path: Path) -> Path:
+        """Where the item saved at a path belongs: older checkpoints have names with wrappers."""
+        return path
+
+    def translated(self, path: Path) -> Path:
+        """Where the item saved at a path belongs by what the caller said of another key: what is
+        said of a parameter goes for its state."""
+        return path
 
     def wants(self, path: Path) -> bool:
         """Whether this rank is to read the item saved at a path."""
@@ -75,8 +93,23 @@ class StatefulEntry(Entry):
     def template(self, saved: Tree) -> Any:
         return values.template(self.state(), saved)
 
+    def create(self, path: Path, item: TensorStorageMetadata) -> torch.Tensor | None:
+        if len(item.chunks) < 2:
+            return None
+        # The state of a sharded parameter, of an optimizer that the object holds: read in parts
+        # where it is clear which.
+        alike = [
+            param
+            for param in parameters(self._value)
+            if isinstance(param, DTensor) and param.shape == item.size
+        ]
+        if len({(param.device_mesh, param.placements) for param in alike}) != 1:
+            return None
+        return torch.empty_like(alike[0].detach(), dtype=item.properties.dtype)
+
     def restore(self, loaded: Any) -> None:
-        self._value.load_state_dict(values.decode(loaded))
+        with sharding(self._value):
+            self._value.load_state_dict(values.decode(loaded))
 
 
 class GradScalerEntry(StatefulEntry):

@@ -8,7 +8,8 @@ how to bring it to another number of ranks, such that ``compute()`` gives what i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,8 @@ from torch import nn
 
 from pyckpt.dcp.report import some
 from pyckpt.errors import LoadError
-from pyckpt.train.per_rank import RankState
-from pyckpt.train.saved import Rank
+from pyckpt.train.per_rank import RankState, Unfit
+from pyckpt.train.saved import Policy, Rank
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -27,6 +28,8 @@ else:
     Metric = Any
 
 __all__ = ["MetricState"]
+
+_logger = logging.getLogger("pyckpt")
 
 
 class MetricState(RankState):
@@ -88,7 +91,11 @@ class MetricState(RankState):
         return {
             path: {"same_as": leaders[path]}
             if path in leaders
-            else {"update_count": metric._update_count, "states": _local(metric)}
+            else {
+                "update_count": metric._update_count,
+                "states": _local(metric),
+                **_extremes(metric),
+            }
             for path, metric in metrics.items()
         }
 
@@ -101,33 +108,81 @@ class MetricState(RankState):
         kinds = {
             _kind(metric, attr) for metric in self._find().values() for attr in metric._defaults
         }
+        if any(_has_extremes(metric) for metric in self._find().values()):
+            kinds.add("max")
         local = {"sum", "cat", "max", "min"} if block else {"sum", "cat"}
-        return block if kinds <= local else range(saved)
+        # One at least, to know which metrics were saved.
+        return (block or [0]) if kinds <= local else range(saved)
 
-    def _take(self, states: dict[int, Any], saved: int, rank: Rank) -> None:
-        metrics = self._find()
+    def _take(self, states: dict[int, Any], saved: int, rank: Rank, policy: Policy) -> Unfit:
+        self._grow(states.values())
+        metrics, unfit = self._fitting(states.values(), policy)
         found = {i: _accumulated(state, metrics) for i, state in states.items()}
         if saved == rank.world_size:
             for path, metric in metrics.items():
-                _set(metric, found[rank.index][path])
-            return
-        self._merge(found, _block(saved, rank), rank)
+                _set(path, metric, found[rank.index][path])
+        else:
+            _merge_all(metrics, found, _block(saved, rank), rank)
+        return unfit
 
-    def _take_shared(self, state: Any, rank: Rank) -> None:
+    def _take_shared(self, state: Any, rank: Rank, policy: Policy) -> Unfit:
+        self._grow([state])
+        metrics, unfit = self._fitting([state], policy)
         # As if rank 0 had had it all.
-        found = {0: _accumulated(state, self._find())}
-        self._merge(found, [0] if rank.index == 0 else [], rank)
+        found = {0: _accumulated(state, metrics)}
+        _merge_all(metrics, found, [0] if rank.index == 0 else [], rank)
+        return unfit
 
-    def _merge(
-        self, found: dict[int, dict[str, _Accumulated]], block: list[int], rank: Rank
-    ) -> None:
+    def _grow(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Give trackers as many steps as they had when they were saved."""
+        from torchmetrics.wrappers import MetricTracker
+
+        saved = [path for state in states for path in state]
+        for path, module in list(self._walk()):
+            if isinstance(module, MetricTracker):
+                prefix = "" if path == _ROOT else f"{path}."
+                heads = {
+                    name.removeprefix(prefix).split(".")[0]
+                    for name in saved
+                    if name.startswith(prefix)
+                }
+                if not heads:
+                    continue  # it was not saved
+                # Steps are numbered from 1, after the metric that they are copied from.
+                steps = max((int(head) for head in heads if head.isdecimal()), default=0)
+                while module.n_steps < steps:
+                    module.increment()
+                while module.n_steps > steps:
+                    del module._modules[str(module.n_steps)]
+                module._increment_called = steps > 0
+
+    def _fitting(
+        self, states: Iterable[Mapping[str, Any]], policy: Policy
+    ) -> tuple[dict[str, Metric], Unfit]:
+        """The metrics that were saved, by path, and what is not both here and there.
+
+        Raises:
+            LoadError: there is some, and the policy does not allow for it.
+        """
         metrics = self._find()
-        merged = {
-            path: _merge(path, metric, {i: of[path] for i, of in found.items()}, block, rank)
-            for path, metric in metrics.items()
-        }
-        for path, metric in metrics.items():
-            _set(metric, merged[path])
+        saved = dict.fromkeys(path for state in states for path in state)
+        missing = [path for path in metrics if path not in saved]
+        unexpected = [path for path in saved if path not in metrics]
+        parts = []
+        if missing and policy.missing == "error":
+            parts.append(
+                f"metrics not in the checkpoint: {some(missing, 20)}; pass missing='keep' to leave "
+                "them as they are"
+            )
+        if unexpected and policy.unexpected == "error":
+            parts.append(
+                f"metrics in the checkpoint only: {some(unexpected, 20)}; pass "
+                "unexpected='ignore' to leave them out"
+            )
+        if parts:
+            raise LoadError("; ".join(parts), missing=tuple(missing), unexpected=tuple(unexpected))
+        fitting = {path: metric for path, metric in metrics.items() if path in saved}
+        return fitting, Unfit(missing, unexpected)
 
     # --- finding ----------------------------------------------------------------------------------
 
@@ -179,20 +234,18 @@ class _Accumulated:
 
     update_count: int
     states: dict[str, Any]
+    extremes: dict[str, torch.Tensor] | None = None
+    """Of a ``MinMaxMetric``, where they were saved."""
 
 
-def _accumulated(state: Mapping[str, Any], metrics: Mapping[str, Metric]) -> dict[str, Any]:
+def _accumulated(
+    state: Mapping[str, Any], metrics: Mapping[str, Metric]
+) -> dict[str, _Accumulated]:
     """What was saved, by path.
 
     Raises:
-        LoadError: it is of other metrics than these.
+        LoadError: a metric has other states than it had.
     """
-    missing = [path for path in metrics if path not in state]
-    unexpected = [path for path in state if path not in metrics]
-    if missing or unexpected:
-        parts = [f"metrics not in the checkpoint: {some(missing, 20)}"] * bool(missing)
-        parts += [f"metrics in the checkpoint only: {some(unexpected, 20)}"] * bool(unexpected)
-        raise LoadError("; ".join(parts), missing=tuple(missing), unexpected=tuple(unexpected))
     found = {}
     for path, metric in metrics.items():
         entry = state[state[path].get("same_as", path)]
@@ -201,8 +254,22 @@ def _accumulated(state: Mapping[str, Any], metrics: Mapping[str, Metric]) -> dic
                 f"{path} has the states {sorted(metric._defaults)}, and in the checkpoint "
                 f"{sorted(entry['states'])}"
             )
-        found[path] = _Accumulated(entry["update_count"], entry["states"])
+        found[path] = _Accumulated(entry["update_count"], entry["states"], entry.get("extremes"))
     return found
+
+
+def _merge_all(
+    metrics: Mapping[str, Metric],
+    found: Mapping[int, Mapping[str, _Accumulated]],
+    block: list[int],
+    rank: Rank,
+) -> None:
+    merged = {
+        path: _merge(path, metric, {i: of[path] for i, of in found.items()}, block, rank)
+        for path, metric in metrics.items()
+    }
+    for path, metric in metrics.items():
+        _set(path, metric, merged[path])
 
 
 # --- reading and setting a metric -------------------------------------------------------------
@@ -230,13 +297,17 @@ def _consolidated(metrics: Mapping[str, Metric], rank: Rank) -> dict[str, Any]:
     # do not know yet which do.
     states = {path: _synced(metric) for path, metric in metrics.items()}
     gathered: list[Any] = [None] * rank.world_size
-    counts = [metric._update_count for metric in metrics.values()]
-    dist.all_gather_object(gathered, counts, group=rank.group)
-    totals = [sum(column) for column in zip(*gathered, strict=True)]
-    return {
-        path: {"update_count": total, "states": states[path]}
-        for path, total in zip(metrics, totals, strict=True)
-    }
+    own = [(metric._update_count, _extremes(metric).get("extremes")) for metric in metrics.values()]
+    dist.all_gather_object(gathered, own, group=rank.group)
+    consolidated = {}
+    for path, column in zip(metrics, zip(*gathered, strict=True), strict=True):
+        extremes = _joint_extremes([extremes for _, extremes in column])
+        consolidated[path] = {
+            "update_count": sum(count for count, _ in column),
+            "states": states[path],
+            **({} if extremes is None else {"extremes": extremes}),
+        }
+    return consolidated
 
 
 def _synced(metric: Metric) -> dict[str, Any]:
@@ -250,7 +321,44 @@ def _synced(metric: Metric) -> dict[str, Any]:
             metric.unsync()
 
 
-def _set(metric: Metric, found: _Accumulated) -> None:
+_EXTREMES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "min_val": torch.min,
+    "max_val": torch.max,
+}
+
+
+def _extremes(metric: Metric) -> dict[str, dict[str, torch.Tensor]]:
+    """What a ``MinMaxMetric`` has seen, which is none of its states."""
+    if not _has_extremes(metric):
+        return {}
+    return {"extremes": {name: getattr(metric, name).detach().clone() for name in _EXTREMES}}
+
+
+def _has_extremes(metric: Metric) -> bool:
+    from torchmetrics.wrappers import MinMaxMetric
+
+    return isinstance(metric, MinMaxMetric)
+
+
+def _joint_extremes(states: Sequence[dict[str, Any] | None]) -> dict[str, torch.Tensor] | None:
+    """Those of all ranks; None where they were not saved."""
+    known = [state for state in states if state is not None]
+    if not known:
+        return None
+    return {
+        name: reduce(torch.stack([state[name].cpu() for state in known]))
+        for name, reduce in _EXTREMES.items()
+    }
+
+
+def _set(path: str, metric: Metric, found: _Accumulated) -> None:
+    if found.extremes is not None:
+        for name in _EXTREMES:
+            setattr(metric, name, _own_copy(found.extremes[name], metric.device))
+    elif _has_extremes(metric):
+        _logger.warning("%s: its extremes were not saved, and begin anew", path)
+        for name, start in (("min_val", "inf"), ("max_val", "-inf")):
+            setattr(metric, name, torch.tensor(float(start), device=metric.device))
     for attr, default in metric._defaults.items():
         value = found.states[attr]
         if isinstance(default, list):
@@ -339,7 +447,9 @@ def _merge(
         else:
             assert isinstance(default, torch.Tensor)
             merged[attr] = torch.zeros_like(default)
-    return _Accumulated(count, merged)
+    return _Accumulated(
+        count, merged, _joint_extremes([state.extremes for state in states.values()])
+    )
 
 
 def _as_list(value: Any) -> list[Any]:

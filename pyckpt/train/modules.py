@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,18 +14,45 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pyckpt.dcp.report import some
 from pyckpt.errors import LoadError
 from pyckpt.train import values
 from pyckpt.train.entry import Entry
-from pyckpt.train.saved import Tree
+from pyckpt.train.saved import Path, Tree
 
-__all__ = ["ModuleEntry", "Names", "is_fsdp1", "quiet", "reshard", "sharded"]
+__all__ = [
+    "ModuleEntry",
+    "Names",
+    "Trainable",
+    "is_fsdp1",
+    "quiet",
+    "reshard",
+    "sharded",
+    "without_wrappers",
+]
 
-# What FSDP1, activation checkpointing and torch.compile put into names. DDP's "module" may be
-# anyone's name for a submodule, and needs a look at the module.
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+_logger = logging.getLogger("pyckpt")
+
+# Of which the log has told what they leave out.
+_told: weakref.WeakSet[Trainable] = weakref.WeakSet()
+
+# What FSDP1, activation checkpointing, torch.compile and Fabric put into names. DDP's "module" may
+# be anyone's name for a submodule, and needs a look at the module.
+_WRAPPERS = (
+    "_fsdp_wrapped_module.",
+    "_checkpoint_wrapped_module.",
+    "_orig_mod.",
+    "_forward_module.",
+)
+
+
+def without_wrappers(name: str) -> str:
+    """A name without what wrappers put into it, as far as they can be told by it alone."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 class Names:
@@ -37,8 +66,7 @@ class Names:
                 self._ddp.append(self(f"{name}." if name else ""))
 
     def __call__(self, name: str) -> str:
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
+        name = without_wrappers(name)
         for prefix in self._ddp:
             if name.startswith(f"{prefix}module."):
                 name = prefix + name[len(prefix) + len("module.") :]
@@ -103,18 +131,63 @@ def sharded(module: nn.Module) -> Iterator[None]:
         yield
 
 
+class Trainable:
+    """A module, of which only what is trained is saved and restored::
+
+        state = {"model": pyckpt.Trainable(model), "optimizer": optimizer}
+
+    That are the parameters that require gradients, and the buffers of submodules that have such
+    parameters of their own. The rest, such as what a LoRA adapter is put into, the program makes as
+    it did before; restoring leaves it as it is, and so a checkpoint of the whole module is restored
+    as far as it is trained.
+
+    Args:
+        module: the module, wrapped or not. What requires gradients counts when it is saved.
+
+    Attributes:
+        module: as given.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"Trainable takes a module, not {type(module).__name__}.")
+        self.module = module
+
+    @property
+    def left_out(self) -> list[str]:
+        """Names of the parameters and persistent buffers that are not saved."""
+        kept = self._names()
+        names = Names(self.module)
+        with sharded(self.module):
+            found = [names(key) for key in self.module.state_dict()]
+        return [name for name in found if name not in kept]
+
+    def _names(self) -> set[str]:
+        names = Names(self.module)
+        kept = set()
+        for prefix, module in self.module.named_modules(remove_duplicate=False):
+            own = [(key, p) for key, p in module.named_parameters(recurse=False) if p.requires_grad]
+            if own:
+                own += list(module.named_buffers(recurse=False))
+            kept |= {names(f"{prefix}.{key}" if prefix else key) for key, _ in own}
+        return kept
+
+
 class ModuleEntry(Entry):
     """A module's parameters, persistent buffers and extra states."""
 
-    def __init__(self, name: str, module: nn.Module) -> None:
+    def __init__(self, name: str, value: nn.Module | Trainable) -> None:
         super().__init__(name)
-        self._module = module
+        self._view = value if isinstance(value, Trainable) else None
+        self._module = value.module if isinstance(value, Trainable) else value
+        self._unwanted: set[str] = set()
+        self.mismatched: set[int] = set()
+        """Ids of parameters that the checkpoint has in another shape, and that stay as they are."""
 
     def state(self) -> Any:
+        self._tell_left_out()
         return {
-            name: value
-            if isinstance(value, torch.Tensor)
-            else values.encode(value, f"{self.name}.{name}")
+            name: values.encode(value, f"{self.name}.{name}")
             for name, (_, value) in self._raw().items()
         } or values.encode({}, self.name)
 
@@ -125,15 +198,30 @@ class ModuleEntry(Entry):
     def template(self, saved: Tree) -> Any:
         live = self._raw()
         saved = saved if isinstance(saved, dict) else {}
-        unexpected = [name for name in saved if name not in live]
-        if unexpected:
+        left_out = set(self._view.left_out) if self._view is not None else set()
+        unexpected = [name for name in saved if name not in live and name not in left_out]
+        if unexpected and self.policy.unexpected == "error":
             raise LoadError(
                 f"{self.name}: the checkpoint has what the module has not ({len(unexpected)}): "
-                f"{some(unexpected, 20)}",
+                f"{some(unexpected, 20)}; pass unexpected='ignore' to leave it out",
                 unexpected=tuple(f"{self.name}.{name}" for name in unexpected),
             )
+        self.ignored += [f"{self.name}.{name}" for name in unexpected]
+        changed = [name for name in live if _has_other_shape(live[name][1], saved.get(name))]
+        if self.policy.mismatched == "error":
+            changed = []  # loading says so
+        self.kept += [f"{self.name}.{name}" for name in changed]
+        self._unwanted = {*unexpected, *changed, *left_out}
+        names = Names(self._module)
+        self.mismatched = {
+            id(param)
+            for key, param in self._module.named_parameters(remove_duplicate=False)
+            if names(key) in changed
+        }
         template = {}
         for name, (_, value) in live.items():
+            if name in changed:
+                continue
             if not isinstance(value, torch.Tensor):
                 template[name] = values.template(None, saved.get(name))
             elif value.is_meta:
@@ -142,6 +230,12 @@ class ModuleEntry(Entry):
                 template[name] = value
         return template or None
 
+    def live(self, path: Path) -> Path:
+        return (without_wrappers(str(path[0])), *path[1:])
+
+    def wants(self, path: Path) -> bool:
+        return str(path[0]) not in self._unwanted
+
     def restore(self, loaded: Any) -> None:
         if not isinstance(loaded, dict):
             return  # a module without any state
@@ -149,8 +243,9 @@ class ModuleEntry(Entry):
         with sharded(self._module):
             state = self._module.state_dict()
             names = Names(self._module)
-            for key in state:
-                raw[key] = values.decode(loaded[names(key)])
+            for key, now in state.items():
+                name = names(key)
+                raw[key] = now if name in self._unwanted else values.decode(loaded[name])
             # Tells hooks of older states what they have before them.
             raw._metadata = state._metadata  # type: ignore[attr-defined]
             # What was loaded in place is copied onto itself, which torch sees and skips.
@@ -169,4 +264,27 @@ class ModuleEntry(Entry):
                     f"{self.name}: {found[name][0]} and {key} would both be saved as {name}"
                 )
             found[name] = (key, value)
+        if self._view is not None:
+            kept = self._view._names()
+            found = {name: entry for name, entry in found.items() if name in kept}
         return found
+
+    def _tell_left_out(self) -> None:
+        if self._view is None or self._view in _told:
+            return
+        _told.add(self._view)
+        left_out = self._view.left_out
+        _logger.info(
+            "%s: %d parameters and buffers are not trained and not saved: %s",
+            self.name,
+            len(left_out),
+            some(left_out),
+        )
+
+
+def _has_other_shape(value: Any, saved: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and isinstance(saved, TensorStorageMetadata)
+        and value.shape != saved.size
+    )

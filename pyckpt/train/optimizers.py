@@ -7,7 +7,7 @@ optimizer's state: what was saved says what to make.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -19,14 +19,15 @@ from torch.optim import Optimizer
 from pyckpt import optim
 from pyckpt.dcp.report import some
 from pyckpt.errors import LoadError
+from pyckpt.optim.wrappers import unsaved, unwrapped
 from pyckpt.train import values
 from pyckpt.train.entry import Entry, StatefulEntry
-from pyckpt.train.modules import Names, is_fsdp1, sharded
+from pyckpt.train.modules import Names, is_fsdp1, sharded, without_wrappers
+from pyckpt.train.naming import ParameterNames
 from pyckpt.train.saved import Path, Tree
 
 __all__ = ["OptimizerEntry", "optimizer_entry"]
 
-_FLAT_PARAMETER = "FlatParameter"
 
 _DECOUPLED = "decoupled_weight_decay"
 
@@ -37,56 +38,71 @@ _FLAGS = frozenset(
 )
 
 
-def optimizer_entry(name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> Entry:
-    """The entry of an optimizer, whose parameters are those of some of the modules."""
+def optimizer_entry(
+    name: str,
+    given: Any,
+    modules: Mapping[str, nn.Module],
+    others: Container[int],
+    tensors: Mapping[int, str],
+) -> Entry:
+    """The entry of an optimizer, whose parameters are those of some of the modules.
+
+    Args:
+        given: it, or a wrapper without state of its own.
+        others: ids of the optimizers in the state.
+        tensors: names of tensors that are in no module, by id.
+    """
+    optimizer = unwrapped(given)
     owner = _owner(optimizer, modules)
-    if owner is not None and is_fsdp1(owner):
-        return FlatOptimizerEntry(name, optimizer, owner)
+    if owner is not None and is_fsdp1(modules[owner]):
+        return FlatOptimizerEntry(name, given, modules[owner])
     state = optimizer.state_dict()
     if not isinstance(state.get("state"), dict) or not isinstance(state.get("param_groups"), list):
         # A wrapper with a layout of its own, such as torchao's CPUOffloadOptimizer.
         return StatefulEntry(name, optimizer)
-    return OptimizerEntry(name, optimizer, modules, owner)
+    names = ParameterNames(name, optimizer, modules, owner, tensors)
+    return OptimizerEntry(name, given, names, others)
 
 
-def _owner(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> nn.Module | None:
-    """The first module that has all of an optimizer's parameters."""
+def _owner(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> str | None:
+    """The name of the first module that has all of an optimizer's parameters."""
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    for module in modules.values():
+    for name, module in modules.items():
         if params <= {id(param) for param in module.parameters()}:
-            return module
+            return name
     return None
 
 
 class OptimizerEntry(Entry):
-    """An optimizer of parameters, plain or DTensors.
-
-    A parameter goes by its name in the module that has all of the optimizer's parameters. If they
-    are of several modules, the module's name in the state comes first (``generator.conv.weight``);
-    if a parameter is in no module, its group and place are its name.
-    """
+    """An optimizer of parameters, plain or DTensors, each under its name: see `ParameterNames`."""
 
     def __init__(
-        self,
-        name: str,
-        optimizer: Optimizer,
-        modules: Mapping[str, nn.Module],
-        owner: nn.Module | None,
+        self, name: str, given: Any, names: ParameterNames, others: Container[int]
     ) -> None:
         super().__init__(name)
-        self._optimizer = optimizer
-        self._names = self._name_parameters(modules, owner)
-        self._params = {
-            fqn: param
-            for fqns, group in zip(self._names, optimizer.param_groups, strict=True)
-            for fqn, param in zip(fqns, group["params"], strict=True)
-        }
+        self._given = given
+        self._optimizer = unwrapped(given)
+        self._others = others
+        self._names = names
+        self._left: set[str] = set()
+        self._unwanted: set[str] = set()
 
     def state(self) -> Any:
+        self._names.tell_nameless(self._optimizer)
         state = self._optimizer.state_dict()
+        lost = unsaved(self._optimizer, state, self._others)
+        if lost:
+            what = some(
+                [f"{type(one).__name__} in its attribute {at}" for at, one in lost.items()], 20
+            )
+            raise TypeError(
+                f"{self.name}: state_dict() of {type(self._optimizer).__name__} leaves out the "
+                f"state of the {what}, which it steps; put that one into the state, too, under a "
+                "name of its own"
+            )
         fqn_of = {
             number: fqn
-            for group, fqns in zip(state["param_groups"], self._names, strict=True)
+            for group, fqns in zip(state["param_groups"], self._names.groups, strict=True)
             for number, fqn in zip(group["params"], fqns, strict=True)
         }
         named = {
@@ -98,7 +114,7 @@ class OptimizerEntry(Entry):
                 for key, value in group.items()
                 if key not in ("params", "param_names")
             }
-            | {"params": list(self._names[i])}
+            | {"params": list(self._names.groups[i])}
             for i, group in enumerate(state["param_groups"])
         ]
         rest = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
@@ -107,27 +123,57 @@ class OptimizerEntry(Entry):
             "param_groups": groups,
         }
 
+    def leave(self, params: Container[int]) -> None:
+        """Keep what there is of these parameters, given by id."""
+        self._left = {fqn for fqn, param in self._names.params.items() if id(param) in params}
+
     def template(self, saved: Tree) -> Any:
         self._check_kind(saved)
+        self._names.rename = self.rename
         states = _saved_states(saved)
-        self._check_names(states)
+        name_of = self._names.of_states(states)
+        self._choose(states, name_of)
         live = self._optimizer.state
         template: dict[str, Any] = {}
-        for fqn, entries in states.items():
-            param = self._params.get(fqn)
+        for key, entries in states.items():
+            if str(key) in self._unwanted:
+                continue
+            param = self._names.params.get(name_of.get(str(key), ""))
             now = live.get(param, {}) if param is not None else {}
-            template[fqn] = values.template(dict(now), entries)
-        return {**dict.fromkeys(saved), **({"state": template} if template else {})}
+            template[key] = values.template(dict(now), entries)
+        whole = dict.fromkeys(saved)
+        if template:
+            whole["state"] = template
+        elif states:
+            del whole["state"]
+        self._name_of = name_of
+        return whole
 
     def create(self, path: Path, item: TensorStorageMetadata) -> torch.Tensor | None:
-        param = self._params.get(str(path[1])) if len(path) > 2 and path[0] == "state" else None
-        if param is None or len(item.size) == 0:
+        if len(path) < 3 or path[0] != "state" or len(item.size) == 0:
             return None
-        return _like(param.detach(), item)
+        param = self._names.params.get(self._name_of.get(str(path[1]), ""))
+        return None if param is None else _like(param.detach(), item)
+
+    def wants(self, path: Path) -> bool:
+        return len(path) < 2 or path[0] != "state" or str(path[1]) not in self._unwanted
+
+    def live(self, path: Path) -> Path:
+        return _live(path)
+
+    def translated(self, path: Path) -> Path:
+        if path[0] != "state" or len(path) == 1 or str(path[1]).isdecimal():
+            return path
+        self._names.rename = self.rename
+        return (path[0], self._names.renamed(str(path[1])), *path[2:])
 
     def restore(self, loaded: Any) -> None:
         loaded = dict(loaded)
-        groups = self._match_groups(loaded.pop("param_groups"))
+        saved = values.decode(loaded.pop("param_groups", None))
+        if not isinstance(saved, list) or not all(isinstance(group, dict) for group in saved):
+            raise LoadError(f"{self.name}: it was not saved as an optimizer, with param_groups")
+        names, numbers = self._names.of_groups(saved)
+        groups = self._match_groups(saved, names)
         for group, live in zip(groups, self._optimizer.param_groups, strict=True):
             # Adam and AdamW differ in this alone, and what is loaded would make one the other.
             if group.get(_DECOUPLED, live.get(_DECOUPLED)) != live.get(_DECOUPLED):
@@ -135,42 +181,23 @@ class OptimizerEntry(Entry):
                     f"{self.name}: the checkpoint is of another optimizer than "
                     f"{type(self._optimizer).__name__}, with {_DECOUPLED}={group[_DECOUPLED]}"
                 )
-        number_of = {fqn: i for i, fqn in enumerate(f for fqns in self._names for f in fqns)}
-        state = {
-            number_of.get(str(fqn), fqn): values.decode(entries)
-            for fqn, entries in (values.decode(loaded.pop("state", {})) or {}).items()
-        }
-        for group, fqns in zip(groups, self._names, strict=True):
+        name_of = {**self._name_of, **numbers}
+        number_of = self._names.number_of
+        decoded = values.decode(loaded.pop("state", None)) or {}
+        state: dict[Any, Any] = {}
+        for key, entries in decoded.items():
+            name = name_of.get(str(key), str(key))
+            state[number_of.get(name, key)] = values.decode(entries)
+        if self._left:
+            now = self._optimizer.state_dict()["state"]
+            for fqn in self._left:
+                state.pop(number_of[fqn], None)
+                if number_of[fqn] in now:
+                    state[number_of[fqn]] = now[number_of[fqn]]
+        for group, fqns in zip(groups, self._names.groups, strict=True):
             group["params"] = [number_of[fqn] for fqn in fqns]
         rest = {key: values.decode(value) for key, value in loaded.items()}
-        _load(self.name, self._optimizer, {"state": state, "param_groups": groups, **rest})
-
-    def _name_parameters(
-        self, modules: Mapping[str, nn.Module], owner: nn.Module | None
-    ) -> list[list[str]]:
-        found: dict[int, str] = {}
-        for module_name, module in modules.items():
-            if owner is not None and module is not owner:
-                continue
-            names = Names(module)
-            for key, param in module.named_parameters():
-                name = names(key) if owner is not None else f"{module_name}.{names(key)}"
-                found.setdefault(id(param), name)
-        named = []
-        for g, group in enumerate(self._optimizer.param_groups):
-            for param in group["params"]:
-                if id(param) not in found and type(param).__name__ == _FLAT_PARAMETER:
-                    raise ValueError(
-                        f"{self.name}: it has parameters of an FSDP module and of others, or the "
-                        "module is not in the state; give each its own optimizer and save both"
-                    )
-            named.append(
-                [
-                    found.get(id(param), f"group{g}.param{i}")
-                    for i, param in enumerate(group["params"])
-                ]
-            )
-        return named
+        _load(self.name, self._given, {"state": state, "param_groups": groups, **rest})
 
     def _check_kind(self, saved: Tree) -> None:
         """Refuse the state of an optimizer of another kind, which shows in what its groups have."""
@@ -191,41 +218,63 @@ class OptimizerEntry(Entry):
                 unexpected=tuple(f"{self.name}.param_groups.{key}" for key in strange),
             )
 
-    def _check_names(self, states: Mapping[Any, Any]) -> None:
-        strangers = [
-            str(fqn)
-            for fqn, entries in states.items()
-            if isinstance(entries, dict) and str(fqn) not in self._params
-        ]
-        if strangers:
+    def _choose(self, states: Mapping[Any, Any], name_of: Mapping[str, str]) -> None:
+        """Settle what of the saved states is loaded."""
+        strangers, left = [], []
+        for key, entries in states.items():
+            name = name_of.get(str(key))
+            if isinstance(entries, dict) and name not in self._names.params:
+                strangers.append(str(key))
+            elif name in self._left:
+                left.append(str(key))
+        unexpected = tuple(f"{self.name}.state.{key}" for key in strangers)
+        if strangers and self.policy.unexpected == "error":
             raise LoadError(
                 f"{self.name}: the checkpoint has state of parameters that the optimizer does not "
-                f"have ({len(strangers)}): {some(strangers, 20)}",
-                unexpected=tuple(f"{self.name}.state.{fqn}" for fqn in strangers),
+                f"have ({len(strangers)}): {some(strangers, 20)}; pass unexpected='ignore' to "
+                "leave it out",
+                unexpected=unexpected,
             )
+        self.ignored += unexpected
+        self.kept += [f"{self.name}.state.{key}" for key in left]
+        self._unwanted = {*strangers, *left}
 
-    def _match_groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _match_groups(
+        self, saved: list[dict[str, Any]], names: list[list[str]]
+    ) -> list[dict[str, Any]]:
         """The saved groups, without parameters, in the order of the live ones."""
-        at = {fqn: i for i, group in enumerate(saved) for fqn in group["params"]}
+        at = {fqn: i for i, fqns in enumerate(names) for fqn in fqns}
         matched = []
-        for i, fqns in enumerate(self._names):
-            sources = {at.get(fqn, -1) for fqn in fqns}
-            if not fqns:
-                sources = {i} if i < len(saved) and not saved[i]["params"] else {-1}
-            if len(sources) > 1 or -1 in sources:
-                missing = [fqn for fqn in fqns if fqn not in at]
-                what = (
-                    f"not in the checkpoint: {some(missing, 20)}"
-                    if missing
-                    else "in several groups of the checkpoint"
-                )
+        for i, fqns in enumerate(self._names.groups):
+            missing = [fqn for fqn in fqns if fqn not in at]
+            if missing and self.policy.missing == "keep":
+                self._left.update(missing)
+                self.kept += [f"{self.name}.{fqn}" for fqn in missing]
+            elif missing:
                 raise LoadError(
-                    f"{self.name}: parameters of group {i} are {what}",
+                    f"{self.name}: parameters of group {i} are not in the checkpoint: "
+                    f"{some(missing, 20)}; pass missing='keep' to leave them as they are",
                     missing=tuple(f"{self.name}.{fqn}" for fqn in missing),
                 )
-            group = saved[sources.pop()]
+            sources = {at[fqn] for fqn in fqns if fqn in at}
+            if not fqns and i < len(saved) and not saved[i]["params"]:
+                sources = {i}
+            if len(sources) > 1:
+                raise LoadError(
+                    f"{self.name}: parameters of group {i} are in several groups of the checkpoint"
+                )
+            if sources:
+                group = saved[sources.pop()]
+            elif self.policy.missing == "keep":
+                group = self._optimizer.param_groups[i]
+            else:
+                raise LoadError(f"{self.name}: group {i}, which is empty, is not in the checkpoint")
             matched.append(
-                {key: values.decode(value) for key, value in group.items() if key != "params"}
+                {
+                    key: values.decode(value)
+                    for key, value in group.items()
+                    if key not in ("params", "param_names")
+                }
             )
         return matched
 
@@ -234,9 +283,10 @@ class FlatOptimizerEntry(Entry):
     """An optimizer of an FSDP1 module, whose parameters are flat pieces of the model's. Only FSDP
     can tell which piece is of which; saving and loading it is collective."""
 
-    def __init__(self, name: str, optimizer: Optimizer, module: nn.Module) -> None:
+    def __init__(self, name: str, given: Any, module: nn.Module) -> None:
         super().__init__(name)
-        self._optimizer = optimizer
+        self._given = given
+        self._optimizer = unwrapped(given)
         self._module = module
 
     def state(self) -> Any:
@@ -281,6 +331,9 @@ class FlatOptimizerEntry(Entry):
             return None
         return _like(like, item)
 
+    def live(self, path: Path) -> Path:
+        return _live(path)
+
     def restore(self, loaded: Any) -> None:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -293,7 +346,7 @@ class FlatOptimizerEntry(Entry):
             {
                 key: values.decode(value)
                 if key != "params"
-                else [raw.get(fqn, fqn) for fqn in value]
+                else [raw.get(fqn, fqn) for fqn in map(without_wrappers, value)]
                 for key, value in group.items()
             }
             for group in loaded["param_groups"]
@@ -302,7 +355,13 @@ class FlatOptimizerEntry(Entry):
             flat = FullyShardedDataParallel.optim_state_dict_to_load(
                 self._module, self._optimizer, {"state": state, "param_groups": groups}
             )
-        _load(self.name, self._optimizer, flat)
+        _load(self.name, self._given, flat)
+
+
+def _live(path: Path) -> Path:
+    if path[0] != "state" or len(path) == 1:
+        return path
+    return (path[0], without_wrappers(str(path[1])), *path[2:])
 
 
 def _saved_states(saved: Tree) -> Mapping[Any, Any]:
@@ -310,7 +369,7 @@ def _saved_states(saved: Tree) -> Mapping[Any, Any]:
     return states if isinstance(states, dict) else {}
 
 
-def _load(name: str, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+def _load(name: str, optimizer: Any, state_dict: dict[str, Any]) -> None:
     try:
         optim.load_state_dict(optimizer, state_dict, flags="live")
     except ValueError as error:

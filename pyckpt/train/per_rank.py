@@ -5,18 +5,27 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from pyckpt.dcp.whole import Whole
 from pyckpt.errors import CorruptCheckpoint, LoadError
 from pyckpt.train import values
 from pyckpt.train.entry import Entry
-from pyckpt.train.saved import Path, Rank, Tree
+from pyckpt.train.saved import Path, Policy, Rank, Tree
 
-__all__ = ["PerRank", "RankEntry", "RankState"]
+__all__ = ["PerRank", "RankEntry", "RankState", "Unfit", "check_complete"]
 
 _KEY = re.compile(r"rank-(\d+)-of-(\d+)")
 _ALL = "all-ranks"
 Merge = Callable[[list[Any], int, int], Any]
+
+
+class Unfit(NamedTuple):
+    """Parts of an object that were not saved and stay as they are, and parts that were saved and
+    that it does not have."""
+
+    kept: list[str]
+    ignored: list[str]
 
 
 class RankState(ABC):
@@ -39,14 +48,15 @@ class RankState(ABC):
         """
 
     @abstractmethod
-    def _take(self, states: dict[int, Any], saved: int, rank: Rank) -> None:
-        """Become what was saved, of the ranks named by ``_sources``."""
+    def _take(self, states: dict[int, Any], saved: int, rank: Rank, policy: Policy) -> Unfit | None:
+        """Become what was saved, of the ranks named by ``_sources``. Returns what did not fit, and
+        by the policy need not."""
 
     def _is_shared(self, rank: Rank) -> bool:
         """Whether all ranks have come together for this save, and there is one state of all."""
         return False
 
-    def _take_shared(self, state: Any, rank: Rank) -> None:
+    def _take_shared(self, state: Any, rank: Rank, policy: Policy) -> Unfit | None:
         raise LoadError("it was saved as one state of all ranks, and is loaded as one of each")
 
     def state_dict(self) -> dict[str, Any]:
@@ -64,11 +74,13 @@ class RankState(ABC):
         keys = [key for key in (_ALL, _key(rank.index, rank.world_size)) if key in state_dict]
         if not keys:
             raise LoadError(f"{type(self).__name__}: it has no state of rank {rank.index}")
-        self._restore({keys[0]: state_dict[keys[0]]}, rank.world_size, rank)
+        self._restore({keys[0]: state_dict[keys[0]]}, rank.world_size, rank, Policy())
 
-    def _state(self, rank: Rank, name: str) -> dict[str, Any]:
+    def _state(
+        self, rank: Rank, name: str, whole: Callable[[Any], Any] = values.marked
+    ) -> dict[str, Any]:
         key = _ALL if self._is_shared(rank) else _key(rank.index, rank.world_size)
-        return {key: values.encode(self._own(rank), name, compact=True)}
+        return {key: values.encode(self._own(rank), name, compact=True, whole=whole)}
 
     def _wanted(self, saved: Any, rank: Rank, name: str) -> tuple[int, list[str]]:
         """How many ranks saved it, and the keys that this rank loads.
@@ -79,31 +91,45 @@ class RankState(ABC):
         """
         if isinstance(saved, Mapping) and set(saved) == {_ALL}:
             return 0, [_ALL]
-        found = [_KEY.fullmatch(str(key)) for key in saved] if isinstance(saved, Mapping) else []
-        if not found or not all(found):
+        size = check_complete(saved, name) if isinstance(saved, Mapping) else 0
+        if size == 0:
             raise LoadError(f"{name}: it was not saved as something that each rank has its own of")
-        sizes = {int(match[2]) for match in found if match}
-        size = max(sizes)
-        if len(sizes) > 1 or {int(match[1]) for match in found if match} != set(range(size)):
-            raise CorruptCheckpoint(
-                f"{name}: the checkpoint does not have the state of each of {size} ranks", key=name
-            )
         try:
             sources = self._sources(size, rank)
         except LoadError as error:
             raise LoadError(f"{name}: {error}") from error
         return size, [_key(source, size) for source in sources]
 
-    def _restore(self, loaded: Mapping[str, Any], saved: int, rank: Rank) -> None:
+    def _restore(
+        self, loaded: Mapping[str, Any], saved: int, rank: Rank, policy: Policy
+    ) -> Unfit | None:
         if _ALL in loaded:
-            self._take_shared(values.decode(loaded[_ALL]), rank)
-            return
+            return self._take_shared(values.decode(loaded[_ALL]), rank, policy)
         states = {}
         for key, value in loaded.items():
             match = _KEY.fullmatch(key)
             assert match is not None
             states[int(match[1])] = values.decode(value)
-        self._take(states, saved, rank)
+        return self._take(states, saved, rank, policy)
+
+
+def check_complete(saved: Mapping[Any, Any], name: str) -> int:
+    """How many ranks saved something that each has its own of; 0 where it is nothing of the kind.
+
+    Raises:
+        CorruptCheckpoint: some ranks' are missing.
+    """
+    found = [match for key in saved if (match := _KEY.fullmatch(str(key)))]
+    if not found or len(found) < len(saved):
+        return 0
+    sizes = {int(match[2]) for match in found}
+    indices = {int(match[1]) for match in found}
+    size = max(sizes)
+    if len(sizes) > 1 or len(indices) < size or max(indices) >= size:
+        raise CorruptCheckpoint(
+            f"{name}: the checkpoint does not have the state of each of {size} ranks", key=name
+        )
+    return size
 
 
 def _key(index: int, world_size: int) -> str:
@@ -119,7 +145,8 @@ class PerRank(RankState):
 
     On as many ranks as saved it, each gets its own again. On another number, ``merge`` decides;
     it is called on every rank as ``merge(states, rank, world_size)``, with the states of all the
-    ranks that saved, in their order, and returns what this rank, of so many, is to load.
+    ranks that saved, in their order, and returns what this rank, of so many, is to load. There
+    are two in `pyckpt.merges`: ``first`` and ``share``.
 
     Args:
         value: an object with ``state_dict`` and ``load_state_dict``, or plain values and tensors.
@@ -143,11 +170,12 @@ class PerRank(RankState):
         if self._merge is None:
             raise LoadError(
                 f"saved on {saved} ranks, and {type(self.value).__name__} has no merge() to bring "
-                f"it to {rank.world_size}"
+                f"it to {rank.world_size}; put pyckpt.PerRank(it, merge=...) into the state in "
+                "its place, with a function of yours or one of pyckpt.merges"
             )
         return range(saved)
 
-    def _take(self, states: dict[int, Any], saved: int, rank: Rank) -> None:
+    def _take(self, states: dict[int, Any], saved: int, rank: Rank, policy: Policy) -> None:
         if saved == rank.world_size:
             state = states[rank.index]
         else:
@@ -176,7 +204,7 @@ class RankEntry(Entry):
         self._keys: frozenset[str] = frozenset()
 
     def state(self) -> Any:
-        return self.value._state(self._rank, self.name)
+        return self.value._state(self._rank, self.name, Whole)
 
     def check(self) -> None:
         # Asking a dataloader for its state may start its workers.
@@ -193,6 +221,9 @@ class RankEntry(Entry):
 
     def restore(self, loaded: Any) -> None:
         try:
-            self.value._restore(loaded, self._saved, self._rank)
+            unfit = self.value._restore(loaded, self._saved, self._rank, self.policy)
         except LoadError as error:
             raise LoadError(f"{self.name}: {error}") from error
+        if unfit is not None:
+            self.kept += [f"{self.name}.{name}" for name in unfit.kept]
+            self.ignored += [f"{self.name}.{name}" for name in unfit.ignored]

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.reader import DirectReader
+from pyckpt.dcp.renaming import Rename
 from pyckpt.dcp.report import LoadReport
 from pyckpt.dcp.together import together
 from pyckpt.engine import Engine
@@ -36,16 +37,23 @@ class LoadOptions:
     """How to load, as for ``AppState.load``.
 
     Raises:
-        ValueError: ``missing`` is neither "error" nor "keep".
+        ValueError: an option is none of those that there are.
     """
 
     missing: Literal["error", "keep"] = "error"
     keep: Sequence[str] = ()
+    unexpected: Literal["error", "ignore"] = "error"
+    mismatched: Literal["error", "keep"] = "error"
+    rename: Rename | None = None
     allow: Sequence[Allowed] = ()
 
     def __post_init__(self) -> None:
         if self.missing not in ("error", "keep"):
             raise ValueError(f"{self.missing = } must be 'error' or 'keep'.")
+        if self.unexpected not in ("error", "ignore"):
+            raise ValueError(f"{self.unexpected = } must be 'error' or 'ignore'.")
+        if self.mismatched not in ("error", "keep"):
+            raise ValueError(f"{self.mismatched = } must be 'error' or 'keep'.")
 
 
 class Restorer:
@@ -185,6 +193,9 @@ class Restorer:
                         reader,
                         missing=options.missing,
                         keep=options.keep,
+                        unexpected=options.unexpected,
+                        mismatched=options.mismatched,
+                        rename=options.rename,
                         allow=options.allow,
                         check=partial(self._check, found),
                     )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pyckpt.train.per_rank import RankState
-from pyckpt.train.saved import Rank
+from pyckpt.train.saved import Policy, Rank
 
 __all__ = ["RngState"]
 
@@ -40,7 +40,7 @@ class RngState(RankState):
     def _sources(self, saved: int, rank: Rank) -> Sequence[int]:
         return [rank.index] if rank.index < saved else range(saved)
 
-    def _take(self, states: dict[int, Any], saved: int, rank: Rank) -> None:
+    def _take(self, states: dict[int, Any], saved: int, rank: Rank, policy: Policy) -> None:
         if rank.index < saved:
             state = states[rank.index]
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
@@ -12,10 +12,25 @@ from torch.distributed.checkpoint.metadata import Metadata
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format.paths import Path, paths
 
-__all__ = ["Path", "Rank", "Tree", "leaves", "paths", "tree"]
+__all__ = ["Path", "Policy", "Rank", "Tree", "leaves", "paths", "tree"]
 
 Tree: TypeAlias = Any
 """A dict by path part (an int in a list), down to the metadata of an item."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What to do where a checkpoint and the state do not fit; see `AppState.load`."""
+
+    missing: Literal["error", "keep"] = "error"
+    unexpected: Literal["error", "ignore"] = "error"
+    mismatched: Literal["error", "keep"] = "error"
+
+    def __post_init__(self) -> None:
+        for name, other in (("missing", "keep"), ("unexpected", "ignore"), ("mismatched", "keep")):
+            value = getattr(self, name)
+            if value not in ("error", other):
+                raise ValueError(f"{name} must be 'error' or '{other}', not {value!r}")
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,11 @@
-"""Values as DCP can save them and loading gives them back, alike.
-
-DCP takes dicts apart, and lists that hold tensors or dicts, and each part becomes an item. On the
-way it turns the keys of dicts into strings and forgets dicts that are empty. `encode` leaves dicts
-with string keys to it, and hides others in a tuple, which DCP saves whole; `decode` takes them out.
-"""
+"""Values as DCP can save them and loading gives them back, alike: see `pyckpt.dcp.whole`."""
 
 from __future__ import annotations
 
+import io
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -18,18 +14,29 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.serialization import get_safe_globals
 
+from pyckpt.dcp import objects
+from pyckpt.dcp.leaves import is_plain_type
+from pyckpt.dcp.whole import ARRAY, KEYS, VALUE, Whole, decode, is_special
+from pyckpt.errors import PyckptError
 from pyckpt.train.saved import Tree
 
-__all__ = ["absent", "assign", "atoms", "decode", "encode", "template"]
+__all__ = ["absent", "assign", "atoms", "decode", "encode", "marked", "template"]
 
-_VALUE = "pyckpt.value"
-_ARRAY = "pyckpt.ndarray"
 _DETACHED = (torch.Tensor, nn.Parameter, DTensor)
 _ATOMS = (int, float, complex, str, bytes, bytearray, bool, type(None), torch.dtype, torch.device)
 _ATOM_TYPES = frozenset(_ATOMS)
+# Classes of tensors, beside torch's own, of which one was saved and loaded.
+_proven: set[type] = set()
 
 
-def encode(value: Any, name: str, *, compact: bool = False) -> Any:
+def marked(value: Any) -> Any:
+    """In the place of a `Whole` where stock's planners are to save it."""
+    return (VALUE, value)
+
+
+def encode(
+    value: Any, name: str, *, compact: bool = False, whole: Callable[[Any], Any] = Whole
+) -> Any:
     """Make a value one that DCP saves without losing anything. Tensors stay what they are.
 
     Args:
@@ -37,41 +44,62 @@ def encode(value: Any, name: str, *, compact: bool = False) -> Any:
             them.
         name: what to call it in errors.
         compact: save whatever holds no tensors as one item, however deep it is.
+        whole: makes one item of what DCP would take apart.
 
     Raises:
         TypeError: it contains an object that loading, which runs no code from files, could not
             make; it is better to know when saving.
     """
     if isinstance(value, torch.Tensor):
-        # FSDP1's ShardedTensor says that it is to have none of this.
-        return value.detach() if type(value) in _DETACHED and value.requires_grad else value
-    if _is_natural(value) and value and not (compact and not _has_tensor(value)):
-        return {key: encode(sub, f"{name}.{key}", compact=compact) for key, sub in value.items()}
+        return _tensor(value, name, whole)
+    if isinstance(value, dict) and type(value) is not Counter and value:
+        has_tensor = _has_tensor(value)
+        if _is_natural(value) and (has_tensor or not compact):
+            keys = {}
+        elif has_tensor:
+            keys = {KEYS: _keys(value, name)}
+        else:
+            return whole(_plain(value, name))
+        return {
+            str(key): encode(sub, f"{name}.{key}", compact=compact, whole=whole)
+            for key, sub in value.items()
+        } | keys
     if type(value) is list and _has_tensor(value):
-        return [encode(sub, f"{name}.{i}", compact=compact) for i, sub in enumerate(value)]
+        return [
+            encode(sub, f"{name}.{i}", compact=compact, whole=whole) for i, sub in enumerate(value)
+        ]
     plain = _plain(value, name)
     if isinstance(plain, Mapping) or (isinstance(plain, list) and _has_mapping(plain)):
-        return (_VALUE, plain)
+        return whole(plain)
     return plain
 
 
-def decode(value: Any) -> Any:
-    """The value that `encode` was given."""
-    if type(value) in _ATOM_TYPES or isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, tuple):
-        if len(value) == 2 and isinstance(value[0], str):
-            if value[0] == _VALUE:
-                return decode(value[1])
-            if value[0] == _ARRAY:
-                return value[1].numpy()
-        return value if type(value) is not tuple else tuple(decode(sub) for sub in value)
-    if type(value) is list:
-        return [decode(sub) for sub in value]
-    if isinstance(value, Mapping):
-        decoded = {key: decode(sub) for key, sub in value.items()}
-        return decoded if type(value) is dict else type(value)(decoded)  # type: ignore[call-arg]
+def _tensor(value: torch.Tensor, name: str, whole: Callable[[Any], Any]) -> Any:
+    if type(value) in _DETACHED and value.requires_grad:
+        value = value.detach()  # FSDP1's ShardedTensor says that it is to have none of this
+    if is_special(value):
+        # Stock makes a dense tensor where it has none to load into, and cannot copy to it.
+        return whole(value)
+    if not is_plain_type(value) and not _has_chunks(value) and type(value) not in _proven:
+        _prove(value, name)
+        _proven.add(type(value))
     return value
+
+
+def _keys(value: dict[Any, Any], name: str) -> list[Any]:
+    """The keys of a dict that DCP is to take apart.
+
+    Raises:
+        TypeError: some would have the same name.
+    """
+    keys = [_plain(key, name) for key in value]
+    names = [str(key) for key in keys]
+    if KEYS in names or len(set(names)) < len(names):
+        raise TypeError(
+            f"{name} has tensors under keys that are the same as strings, and could not be told "
+            "apart when it is loaded; rename some"
+        )
+    return keys
 
 
 def template(live: Any, saved: Tree) -> Any:
@@ -142,6 +170,8 @@ def assign(live: Any, loaded: Any, *, keep: bool = False) -> Any:
         live.clear()
         live.update(merged)
         return live
+    if isinstance(live, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return _filled(live, loaded)
     if isinstance(live, list) and isinstance(loaded, list):
         live[:] = [assign(live[i], sub) if i < len(live) else sub for i, sub in enumerate(loaded)]
         return live
@@ -151,7 +181,16 @@ def assign(live: Any, loaded: Any, *, keep: bool = False) -> Any:
 def _plain(value: Any, name: str) -> Any:
     """Check that a value can be loaded without running code; make numpy's torch's or Python's."""
     kind = type(value)
-    if kind in _ATOM_TYPES or isinstance(value, torch.Tensor):
+    if kind in _ATOM_TYPES:
+        return value
+    if isinstance(value, torch.Tensor):
+        if _has_chunks(value):
+            raise TypeError(
+                f"{name} is or contains a {kind.__name__} in a tuple or set, of which each rank "
+                "would save its part only; put it into a list or a dict"
+            )
+        if not is_plain_type(value):
+            _prove(value, name)
         return value
     if kind in (list, tuple, set, torch.Size):
         return kind(_plain(sub, name) for sub in value)
@@ -163,14 +202,42 @@ def _plain(value: Any, name: str) -> Any:
             return _plain(value.item(), name)
         if kind is numpy.ndarray and value.dtype.kind in "biufc":
             # A copy: the array is live, and so is an object that no stager knows to copy.
-            return (_ARRAY, torch.from_numpy(value.copy()))
+            return (ARRAY, torch.from_numpy(value.copy()))
     if kind in get_safe_globals():
+        _prove(value, name)
         return value
     raise TypeError(
         f"{name} is or contains a {kind.__module__}.{kind.__qualname__}, which loading, running no "
         "code from files, could not make again; save plain values and tensors of it, or allow it "
-        "with torch.serialization.add_safe_globals"
+        "with torch.serialization.add_safe_globals (then it is tried, at each save)"
     )
+
+
+def _prove(value: Any, name: str) -> None:
+    """Save and load an object. What its class was allowed for is not all that it takes: a deque can
+    be loaded while it is empty, and not after.
+
+    Raises:
+        TypeError: it could be saved, and never loaded.
+    """
+    kind = type(value)
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        objects.load(file, name, device=torch.device("cpu"))
+    except (PyckptError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        why = str(error).strip().splitlines()
+        raise TypeError(
+            f"{name} is or contains a {kind.__module__}.{kind.__qualname__}, which is allowed, and "
+            f"yet cannot be loaded without running code from files; save plain values and tensors "
+            f"of it, such as a list ({_reason(why)})"
+        ) from error
+
+
+def _reason(lines: list[str]) -> str:
+    """Of torch's advice on what to do about a file, the line that says what is the matter."""
+    return next((line for line in reversed(lines) if "only append" in line), lines[0][:200])
 
 
 def _part(live: Any, part: str | int) -> Any:
@@ -185,6 +252,42 @@ def _is_natural(value: Any) -> bool:
         isinstance(value, dict)
         and not isinstance(value, Counter)
         and all(type(key) is str for key in value)
+    )
+
+
+def _has_chunks(value: torch.Tensor) -> bool:
+    """Whether it is a part of a tensor that several ranks have."""
+    return hasattr(type(value), "__create_chunk_list__") or type(value).__name__ == "ShardedTensor"
+
+
+def _filled(live: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
+    """The live tensor, where it is or can be filled with what was loaded; or what was loaded."""
+    if live is not loaded and _is_alias(live, loaded):
+        return live  # a parameter: what was loaded into it was the same without its gradient
+    same = (
+        live is not loaded
+        and is_special(live)
+        and is_special(loaded)
+        and (live.layout, live.shape, live.dtype) == (loaded.layout, loaded.shape, loaded.dtype)
+    )
+    if not same:
+        return loaded
+    with torch.no_grad():
+        live.copy_(loaded)
+    return live
+
+
+def _is_alias(live: torch.Tensor, loaded: torch.Tensor) -> bool:
+    if type(loaded) is not torch.Tensor or not is_plain_type(live) or is_special(live):
+        return (
+            isinstance(live, DTensor)
+            and isinstance(loaded, DTensor)
+            and (live._local_tensor.data_ptr() == loaded._local_tensor.data_ptr() != 0)
+        )
+    return (
+        not is_special(loaded)
+        and live.data_ptr() == loaded.data_ptr() != 0
+        and live.shape == loaded.shape
     )
 
 

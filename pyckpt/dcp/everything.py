@@ -1,0 +1,78 @@
+"""All that a checkpoint holds, without a state to load it into."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from pyckpt.dcp.load import load
+from pyckpt.dcp.objects import Allowed
+from pyckpt.dcp.reader import DirectReader
+
+__all__ = ["load_all", "to_torch"]
+
+
+def load_all(
+    path: str | os.PathLike[str],
+    *,
+    allow: Sequence[Allowed] = (),
+    device: torch.device | str = "cpu",
+    verify: Literal["items", "none"] = "items",
+) -> dict[str, Any]:
+    """What was saved, in dicts and lists as it was then; each process loads for itself."""
+    reader = DirectReader(path, verify=verify)
+    metadata = reader.read_metadata()
+    recorded = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    names = dict.fromkeys(
+        str((recorded.get(key) or (key,))[0]) for key in metadata.state_dict_metadata
+    )
+    state: dict[str, Any] = dict.fromkeys(names)
+    load(state, reader=reader, allow=allow, device=device, no_dist=True)
+    return state
+
+
+def to_torch(
+    path: str | os.PathLike[str],
+    file: str | os.PathLike[str],
+    *,
+    allow: Sequence[Allowed] = (),
+) -> None:
+    """Write all that a checkpoint holds into one file, for ``torch.load``.
+
+    The file takes its name when it is complete and on disk. It holds what ``pyckpt.load(path)``
+    returns: tensors whole, on the CPU. Shards are put together, so all of it must fit into memory.
+
+    Args:
+        path: the checkpoint's directory.
+        file: the file to write; one that is there is replaced.
+        allow: see `pyckpt.load`.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        PyckptError: as `pyckpt.load`.
+    """
+    state = load_all(path, allow=allow)
+    target = Path(file)
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
+    try:
+        with os.fdopen(descriptor, "wb") as output:
+            torch.save(state, output)
+            output.flush()
+            os.fsync(output.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

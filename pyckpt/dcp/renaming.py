@@ -1,0 +1,88 @@
+"""What was saved under other names than it has now, found under those of now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from pyckpt.dcp.template import Path
+from pyckpt.errors import LoadError
+
+__all__ = ["Rename", "moved", "renamed"]
+
+Rename = Callable[[str], str]
+"""Takes a key of the checkpoint, returns the key that it has in the state."""
+
+
+def renamed(
+    metadata: Metadata, before: Mapping[str, Path], path_of: Callable[[str, Path], Path]
+) -> Metadata:
+    """The metadata of a checkpoint as if it had been saved under other paths.
+
+    Args:
+        before: the path of each key.
+        path_of: takes a key and its path, and returns the path that it is to have.
+
+    Raises:
+        LoadError: two keys would have the same path.
+    """
+    after = {key: path_of(key, path) for key, path in before.items()}
+    if after == before:
+        return metadata
+    keys = {
+        key: key if path == before[key] else ".".join(map(str, path)) for key, path in after.items()
+    }
+    owners: dict[str, str] = {}
+    for key, new in keys.items():
+        if new in owners:
+            raise LoadError(f"{owners[new]} and {key} of the checkpoint would both be {new}")
+        owners[new] = key
+    storage: Any = metadata.storage_data
+    if storage is not None:
+        storage = {_renamed_index(index, keys): info for index, info in storage.items()}
+    return replace(
+        metadata,
+        state_dict_metadata={keys[key]: item for key, item in metadata.state_dict_metadata.items()},
+        planner_data={keys[key]: path for key, path in after.items()},
+        storage_data=storage,
+    )
+
+
+def _renamed_index(index: MetadataIndex, keys: dict[str, str]) -> MetadataIndex:
+    new = keys.get(index.fqn, index.fqn)
+    return index if new == index.fqn else replace(index, fqn=new)
+
+
+def moved(key: str, path: Path, new: str, names: Collection[str]) -> Path:
+    """The path of what is to have another key.
+
+    Args:
+        names: of the objects, one of which the new key begins with.
+    """
+    if new == key:
+        return path
+    if not isinstance(new, str):
+        raise TypeError(f"rename({key!r}) returned {new!r}, which is no key")
+    owner = max((n for n in names if new == n or new.startswith(f"{n}.")), key=len, default=None)
+    if owner is None:
+        return (new,)
+    if new == owner:
+        return (owner,)
+    return (owner, *_aligned(path[1:], new[len(owner) + 1 :]))
+
+
+def _aligned(path: Path, key: str) -> Path:
+    """A path for a key: parts that are at its ends stay parts, and what is between is one."""
+    head: list[str | int] = []
+    tail: list[str | int] = []
+    rest = list(path)
+    while len(rest) > 1 and key.startswith(f"{rest[0]}."):
+        key = key[len(str(rest[0])) + 1 :]
+        head.append(rest.pop(0))
+    while len(rest) > 1 and key.endswith(f".{rest[-1]}"):
+        key = key[: -len(str(rest[-1])) - 1]
+        tail.insert(0, rest.pop())
+    return (*head, rest[0] if rest and str(rest[0]) == key else key, *tail)

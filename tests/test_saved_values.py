@@ -1,0 +1,323 @@
+"""What a checkpoint holds can be loaded, by stock too, as it was; or it is refused when saving."""
+
+from __future__ import annotations
+
+import collections
+import warnings
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from _ranks import RanksFailed, run_child, run_ranks
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import pyckpt
+from pyckpt.errors import CorruptCheckpoint
+from pyckpt.train.app_state import AppState
+from pyckpt.train.catalog import Catalog
+
+
+def save(objects: dict[str, Any], path: Path | str) -> None:
+    state = AppState(objects).state_dict()
+    dcp.save(state, storage_writer=pyckpt.DirectWriter(path), planner=pyckpt.SavePlanner())
+
+
+VALUES: dict[str, Any] = {
+    "by number": {1: "a", 2: {"b": []}},
+    "dicts": [{"start": 1.0}, {"start": 2.0, "end": [{}]}],
+    "empty": {},
+    "ordered": OrderedDict([(3, "c"), (1, "d")]),
+    "counter": Counter("abba"),
+    "mixed": {None: 1, (1, 2): "pair", 2.5: True, "text": [1, (2, {3: 4})]},
+    "text": "text",
+}
+
+
+def onecycle() -> tuple[Any, Any]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1, momentum=0.9)
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 100)
+
+
+def test_stock_gets_the_true_values(tmp_path: Path) -> None:
+    _, scheduler = onecycle()
+    save({**VALUES, "scheduler": scheduler}, tmp_path / "saved")
+    dcp_to_torch_save(tmp_path / "saved", tmp_path / "stock.pt")
+    # As it was written: with nothing in it that needs code to be loaded.
+    stock = torch.load(tmp_path / "stock.pt", weights_only=True)
+    assert {name: stock[name] for name in VALUES} == VALUES
+    assert {name: type(stock[name]) for name in VALUES} == {n: type(v) for n, v in VALUES.items()}
+    assert stock["scheduler"]["_schedule_phases"] == scheduler._schedule_phases
+
+
+def test_loading_into_plain_dicts(tmp_path: Path) -> None:
+    optimizer, scheduler = onecycle()
+    save({**VALUES, "scheduler": scheduler}, tmp_path)
+    state: dict[str, Any] = {**dict.fromkeys(VALUES), "scheduler": scheduler}
+    scheduler._schedule_phases = []
+    pyckpt.load(state, tmp_path)
+    assert {name: state[name] for name in VALUES} == VALUES
+    optimizer.step()
+    scheduler.step()
+
+
+def test_values_that_another_planner_saved(tmp_path: Path) -> None:
+    dcp.save(AppState(dict(VALUES)).state_dict(), storage_writer=pyckpt.DirectWriter(tmp_path))
+    state: dict[str, Any] = dict.fromkeys(VALUES)
+    AppState(state).load(pyckpt.DirectReader(tmp_path))
+    assert state == VALUES
+
+
+def test_values_in_the_first_form(tmp_path: Path) -> None:
+    old = {"by number": ("pyckpt.value", {1: "a"}), "array": ("pyckpt.ndarray", torch.arange(3))}
+    dcp.save({"cfg": old}, storage_writer=pyckpt.DirectWriter(tmp_path))
+    loaded = pyckpt.load(tmp_path)["cfg"]
+    assert loaded["by number"] == {1: "a"}
+    assert loaded["array"].tolist() == [0, 1, 2]
+    state: dict[str, Any] = {"cfg": None}
+    AppState(state).load(pyckpt.DirectReader(tmp_path))
+    assert state["cfg"]["by number"] == {1: "a"}
+
+
+# --- all of it ------------------------------------------------------------------------------------
+
+
+def test_everything_without_a_state(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    _, scheduler = onecycle()
+    shadow = {0: torch.ones(2), 1: {"nested": [torch.zeros(1), 5]}}
+    with pyckpt.Checkpointer(tmp_path) as checkpointer:
+        handle = checkpointer.save(
+            7, {**VALUES, "model": model, "scheduler": scheduler, "shadow": shadow}
+        )
+    found = pyckpt.load(handle.path)
+    assert {name: found[name] for name in VALUES} == VALUES
+    assert list(found["model"]) == ["weight", "bias"]
+    assert torch.equal(found["model"]["weight"], model.weight)
+    assert list(found["shadow"]) == [0, 1]
+    assert found["shadow"][1]["nested"][1] == 5
+    assert found["scheduler"] == scheduler.state_dict()
+
+    pyckpt.to_torch(handle.path, tmp_path / "out.pt")
+    whole = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert whole.keys() == found.keys()
+    assert torch.equal(whole["model"]["weight"], model.weight)
+    assert whole["mixed"] == VALUES["mixed"]
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["out.pt"]
+    with pytest.raises(TypeError, match="or a path alone"):
+        pyckpt.load(handle.path, tmp_path)  # type: ignore[call-overload]
+
+
+def test_to_torch_leaves_nothing_where_it_fails(tmp_path: Path) -> None:
+    save({"a": {1: 2}}, tmp_path / "saved")
+    (tmp_path / "out.pt").mkdir()
+    with pytest.raises(IsADirectoryError):
+        pyckpt.to_torch(tmp_path / "saved", tmp_path / "out.pt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.pt", "saved"]
+
+
+# --- tensors under other keys than strings --------------------------------------------------------
+
+
+class PerParameter:
+    """As wrappers for optimizers that step in the backward pass: a raw state of each."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.optimizers = {
+            name: torch.optim.Adam([param], lr=0.1) for name, param in model.named_parameters()
+        }
+
+    def step(self) -> None:
+        for optimizer in self.optimizers.values():
+            optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, state in state_dict.items():
+            self.optimizers[name].load_state_dict(state)
+
+
+def sharded(seed: int) -> tuple[nn.Module, PerParameter]:
+    torch.manual_seed(seed)
+    model = nn.Linear(5, 3)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model, PerParameter(model)
+
+
+def moments(optimizers: PerParameter) -> dict[tuple[str, str], Any]:
+    return {
+        (name, key): value.full_tensor().tolist() if key != "step" else value.tolist()
+        for name, one in optimizers.optimizers.items()
+        for state in one.state.values()
+        for key, value in state.items()
+    }
+
+
+def in_backward(path: str) -> None:
+    model, optimizers = sharded(0)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizers.step()
+    save({"model": model, "optimizers": optimizers}, path)
+    fresh, others = sharded(1)
+    AppState({"model": fresh, "optimizers": others}).load(pyckpt.DirectReader(path))
+    assert len(moments(others)) == 6
+    assert moments(others) == moments(optimizers)
+    for one, optimizer in ((model, optimizers), (fresh, others)):
+        one.zero_grad()
+        one(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+    assert moments(others) == moments(optimizers)
+
+
+def test_optimizers_in_the_backward_under_fsdp2(tmp_path: Path) -> None:
+    run_ranks(2, in_backward, str(tmp_path))
+    whole = pyckpt.load(tmp_path)["optimizers"]
+    assert whole["weight"]["state"][0]["exp_avg"].shape == (3, 5)
+    assert list(whole["bias"]["state"]) == [0]
+
+
+def dtensor_in_a_tuple(path: str) -> None:
+    model, _ = sharded(0)
+    save({"pair": (1, model.weight)}, path)
+
+
+def test_a_sharded_tensor_in_a_tuple_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match=r"pair is or contains a DTensor in a tuple or set"):
+        run_ranks(2, dtensor_in_a_tuple, str(tmp_path))
+
+
+def test_keys_that_are_the_same_as_strings_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"shadow has tensors under keys that are the same as str"):
+        AppState({"shadow": {1: torch.ones(1), "1": torch.ones(1)}}).state_dict()
+
+
+# --- special tensors ------------------------------------------------------------------------------
+
+SPECIAL = ("coo", "csr", "quantised")
+
+
+def special(kind: str) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # beta, and on its way out
+        if kind == "quantised":
+            return torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8)
+        return torch.eye(4).to_sparse() if kind == "coo" else torch.eye(4).to_sparse_csr()
+
+
+def dense(tensor: torch.Tensor) -> Any:
+    return (tensor.dequantize() if tensor.is_quantized else tensor.to_dense()).tolist()
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Sparse CSR", "ignore:.*quantize", "ignore:TypedStorage", "ignore:Sparse invariant"
+)
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_special_tensors(kind: str, tmp_path: Path) -> None:
+    value = special(kind)
+    save({"buffer": value, "more": {"inner": value}}, tmp_path / "saved")
+    live = value.clone()
+    state: dict[str, Any] = {"buffer": live, "more": None}
+    AppState(state).load(pyckpt.DirectReader(tmp_path / "saved"))
+    assert state["buffer"] is live
+    for found in (live, state["more"]["inner"], pyckpt.load(tmp_path / "saved")["buffer"]):
+        assert (found.layout, found.dtype, found.is_quantized) == (
+            value.layout,
+            value.dtype,
+            value.is_quantized,
+        )
+        assert dense(found) == dense(value)
+    dcp_to_torch_save(tmp_path / "saved", tmp_path / "stock.pt")
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Sparse CSR", "ignore:.*quantize", "ignore:TypedStorage", "ignore:Sparse invariant"
+)
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_special_tensors_that_were_saved_as_tensors(kind: str, tmp_path: Path) -> None:
+    value = special(kind)
+    dcp.save({"buffer": value}, storage_writer=pyckpt.DirectWriter(tmp_path))
+    found = pyckpt.load(tmp_path)["buffer"]
+    assert found.layout == value.layout
+    assert dense(found) == dense(value)
+
+
+# --- what is allowed, and cannot be loaded --------------------------------------------------------
+
+
+def deques(_: Any) -> None:
+    torch.serialization.add_safe_globals([collections.deque])
+    AppState({"history": collections.deque(maxlen=5)}).check()
+    for value in (collections.deque([1.0]), {"in": [collections.deque([1.0])]}):
+        with pytest.raises(TypeError, match=r"^history.* is or contains a collections.deque, whi"):
+            AppState({"history": value}).state_dict()
+
+
+def test_a_class_that_is_allowed_and_cannot_be_loaded() -> None:
+    run_child(deques)
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def save_own(path: str, values: list[Any]) -> None:
+    save({"metric": {"value": values[dist.get_rank()]}}, path)
+
+
+CONFLICTS = {
+    r"metric.value is an object on rank 0 and a list on 1": [[], [torch.ones(2)]],
+    r"metric.value has 1 entries on rank 0 and 2 on 1": [[torch.ones(2)], [torch.ones(2)] * 2],
+    r"metric.value is a tensor of shape \(2,\) on rank 0 and a tensor of shape \(3,\) on 1": [
+        torch.ones(2),
+        torch.ones(3),
+    ],
+    r"metric.value is an object on rank 0 and a dict on 1": [{}, {"a": 1}],
+}
+
+
+@pytest.mark.parametrize("said", CONFLICTS)
+def test_ranks_that_contradict_each_other(said: str, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match=rf"{said}; .*pyckpt.MetricState"):
+        run_ranks(2, save_own, str(tmp_path), CONFLICTS[said])
+    assert not (tmp_path / ".metadata").exists()
+
+
+# --- verifying ------------------------------------------------------------------------------------
+
+
+class Unknown:
+    pass
+
+
+def contradiction(path: str) -> None:
+    """As two ranks saved it before that was an error: with stock's planner."""
+    value: Any = [[], [torch.ones(2)]][dist.get_rank()]
+    dcp.save({"metric": {"value": value}}, storage_writer=pyckpt.DirectWriter(path))
+
+
+def test_verifying_tries_what_restoring_would_do(tmp_path: Path) -> None:
+    def verified(step: int) -> str:
+        with pyckpt.Checkpointer(tmp_path) as checkpointer:
+            entries = {entry.step: entry for entry in checkpointer.inspect(verify=True)}
+        assert Catalog(tmp_path).examine(step).state == "valid"
+        return str(entries[step])
+
+    run_ranks(2, contradiction, str(tmp_path / "step-00000001"))
+    assert "damaged (metric.value.0 is in the checkpoint as a value and more)" in verified(1)
+    writer = pyckpt.DirectWriter(tmp_path / "step-00000002")
+    dcp.save({"object": Unknown()}, storage_writer=writer)
+    assert "damaged (object: the saved object contains" in verified(2)
+    lone = {"rng": {"rank-00001-of-00002": 5}}
+    dcp.save(lone, storage_writer=pyckpt.DirectWriter(tmp_path / "step-00000003"))
+    assert "damaged (rng: the checkpoint does not have the state of each of 2" in verified(3)
+    save({**VALUES, **{kind: special(kind) for kind in SPECIAL}}, tmp_path / "step-00000004")
+    assert verified(4) == "step-00000004: valid"
+    with pytest.raises(CorruptCheckpoint):
+        AppState({"metric": None}).load(pyckpt.DirectReader(tmp_path / "step-00000001"))
