@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,11 +25,13 @@ from pyckpt.errors import PyckptError
 from pyckpt.format import metadata as metadata_format
 
 __all__ = [
+    "LOST_METADATA",
     "REMOVED",
     "begin_save",
     "commit_metadata",
     "data_file_name",
     "is_mark",
+    "lost_metadata",
     "make_directory",
     "mark_name",
     "metadata_name",
@@ -48,6 +50,12 @@ _MARK = re.compile(r"\.saving(\.\d+)?")
 
 REMOVED = ".metadata.removed"
 """What the metadata of a checkpoint is called once its removal has begun."""
+
+LOST_METADATA = (
+    "data files, and no .metadata: 'cp directory/*' leaves that out; bring it back from where they "
+    "were copied"
+)
+"""What to say where ``lost_metadata``."""
 
 # Directories whose own name is on disk, and so are those above them, by the path without links.
 # With device and inode, since another process may remove one and make one of the same name.
@@ -80,6 +88,14 @@ def mark_name(rank: int | None = None) -> str:
 def is_mark(name: str) -> bool:
     """Whether a file is what ``mark_name`` names."""
     return _MARK.fullmatch(name) is not None
+
+
+def lost_metadata(names: Collection[str]) -> bool:
+    """Whether a directory that holds these has data files of a checkpoint that has lost its
+    metadata, and not the remains of a save, or of a removal, that was interrupted."""
+    if not any(_DATA_FILE.fullmatch(name) for name in names) or REMOVED in names:
+        return False
+    return not any(is_mark(name) or _METADATA_FILE.fullmatch(name) for name in names)
 
 
 @contextmanager
@@ -237,7 +253,7 @@ def begin_save(directory: Path, keep: set[str], *, sync: bool, rank: int | None 
         if len(ranks) != len(set(ranks)):
             _sweep(directory, data, metadata, sync=sync)
         return
-    if data and REMOVED not in names and not any(map(is_mark, names)):
+    if data and lost_metadata(names):
         raise FileExistsError(
             errno.EEXIST,
             f"data files of a checkpoint without its {metadata_name()}, which this save would "
