@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import math
-import errno
 import os
 import uuid
 from bisect import bisect_left, bisect_right

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from pyckpt.errors import PyckptError
 from pyckpt.format import metadata as metadata_format
+from pyckpt.format.claim import is_claimed
 
 __all__ = [
     "LOST_METADATA",
@@ -222,6 +223,7 @@ def remove_unnamed(
     try:
         names = os.listdir(directory)
         unnamed = {name for name in names if _is_data_file(name, rank)} - named
+        unnamed = {name for name in unnamed if not is_claimed(directory / name)}
         _remove(directory, unnamed, {*filter(_METADATA_FILE.fullmatch, names)} - {committed})
         marks = set(filter(is_mark, names))
         _unlink(directory, marks if rank is None else marks & {mark_name(rank)})
@@ -251,6 +253,7 @@ def begin_save(directory: Path, keep: set[str], *, sync: bool, rank: int | None 
     if metadata:
         ranks = [name.split("_")[2] for name in data]
         if len(ranks) != len(set(ranks)):
+            data = {name for name in data if not is_claimed(directory / name)}
             _sweep(directory, data, metadata, sync=sync)
         return
     if data and lost_metadata(names):
@@ -261,7 +264,7 @@ def begin_save(directory: Path, keep: set[str], *, sync: bool, rank: int | None 
             "back, or move the files away",
             str(directory),
         )
-    _unlink(directory, data)
+    _unlink(directory, {name for name in data if not is_claimed(directory / name)})
     mark = directory / mark_name(rank)
     with suppress(FileExistsError):
         os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
