@@ -100,7 +100,11 @@ def damage(path: Path, offset: int) -> None:
 
 def unfinished(path: Path) -> None:
     (path / ".metadata").unlink()
-    (path / ".metadata.tmp").touch()
+    (path / ".saving").touch()
+
+
+def copied_by_a_glob(path: Path) -> None:
+    (path / ".metadata").unlink()
 
 
 def emptied(path: Path) -> None:
@@ -149,6 +153,7 @@ def of_each_rank(path: Path) -> None:
     ("change", "becomes", "reason"),
     [
         (unfinished, "unfinished", "did not get to the commit"),
+        (copied_by_a_glob, "damaged", "'cp directory/*' leaves that out"),
         (emptied, "unfinished", "did not get to the commit"),
         (half_removed, "removed", "was interrupted"),
         (unreadable, "damaged", "not readable metadata"),

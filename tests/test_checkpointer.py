@@ -521,7 +521,7 @@ def test_inspect_says_why(tmp_path: Path) -> None:
         states = [(entry.path.name, entry.state) for entry in checkpointer.inspect(verify=True)]
     assert states == [
         ("step-00000001", "valid"),
-        ("step-00000002", "unfinished"),
+        ("step-00000002", "damaged"),
         ("logs", "foreign"),
     ]
 

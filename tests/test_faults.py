@@ -309,9 +309,13 @@ class Fault(NamedTuple):
 
 DATA = r"/__0_\w+\.distcp"
 
-# The first directory that is opened, and closed, is the one in which remains are looked for.
+# The directory is opened, and closed, twice to take a turn in it and to look for remains; and then
+# for a turn in which the data file is made.
 FAULTS = {
-    "open-data": Fault("openat:error=EMFILE:when=2", errno.EMFILE, DATA, "open failed"),
+    "open-turn": Fault("openat:error=EMFILE:when=3", errno.EMFILE, "", ""),
+    "open-claim": Fault("openat:error=EMFILE:when=5", errno.EMFILE, DATA, ""),
+    "open-commit": Fault("openat:error=EMFILE:when=7", errno.EMFILE, "", ""),
+    "open-data": Fault("openat:error=EMFILE:when=4", errno.EMFILE, DATA, "open failed"),
     "fcntl": Fault("fcntl:error=EIO:when=2", errno.EIO, DATA, "fcntl failed"),
     "fallocate": Fault(
         "fallocate:error=ENOSPC:when=1", errno.ENOSPC, DATA, r"fallocate failed: .* at offset 0\)"
@@ -332,13 +336,13 @@ FAULTS = {
         "ftruncate:error=EIO:when=1", errno.EIO, DATA, r"ftruncate failed: .*to \d+ bytes"
     ),
     "sync-data": Fault("fsync:error=EIO:when=1", errno.EIO, DATA, "fsync failed"),
-    "close-data": Fault("close:error=ENOSPC:when=2", errno.ENOSPC, DATA, "close failed"),
-    "open-directory": Fault("openat:error=EMFILE:when=3", errno.EMFILE, "", "open failed"),
+    "close-data": Fault("close:error=ENOSPC:when=4", errno.ENOSPC, DATA, "close failed"),
+    "open-directory": Fault("openat:error=EMFILE:when=6", errno.EMFILE, "", "open failed"),
     "sync-directory": Fault("fsync:error=EIO:when=2", errno.EIO, "", "fsync failed"),
-    "open-metadata": Fault("openat:error=ENOSPC:when=4", errno.ENOSPC, r"/\.metadata\.tmp", ""),
+    "open-metadata": Fault("openat:error=ENOSPC:when=8", errno.ENOSPC, r"/\.metadata\.tmp", ""),
     "write-metadata": Fault("write:error=ENOSPC:when=1", errno.ENOSPC, r"/\.metadata\.tmp", ""),
     "sync-metadata": Fault("fsync:error=EIO:when=3", errno.EIO, r"/\.metadata\.tmp", ""),
-    "close-metadata": Fault("close:error=EDQUOT:when=4", errno.EDQUOT, r"/\.metadata\.tmp", ""),
+    "close-metadata": Fault("close:error=EDQUOT:when=6", errno.EDQUOT, r"/\.metadata\.tmp", ""),
     "rename": Fault("rename:error=EIO:when=1", errno.EIO, r"/\.metadata\.tmp", ""),
 }
 
@@ -399,8 +403,9 @@ def test_syncing_the_commit_fails(how: str, tmp_path: Path) -> None:
 
 
 FIRST_FAULTS = {
+    "open-first-turn": Fault("openat:error=EMFILE:when=2", errno.EMFILE, "", ""),
     "sync-above": Fault("fsync:error=EIO:when=1", errno.EIO, "/..", ""),
-    "make-mark": Fault("openat:error=ENOSPC:when=3", errno.ENOSPC, r"/\.saving", ""),
+    "make-mark": Fault("openat:error=ENOSPC:when=4", errno.ENOSPC, r"/\.saving", ""),
     "sync-mark": Fault("fsync:error=EIO:when=2", errno.EIO, "", ""),
 }
 

@@ -288,7 +288,7 @@ def test_ranks_on_disks_that_they_do_not_share(tmp_path: Path) -> None:
         assert "does not see that file" in error
         assert "nothing was committed" in error
         assert len(entries) == 1
-        assert "unfinished" in entries[0]
+        assert "valid" not in entries[0]
 
 
 def _shorter(directory: Path) -> str:

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import re
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from _ranks import Pipe, run_child, run_ranks
 
 import pyckpt
 from pyckpt import Checkpointer
-from pyckpt.errors import LoadError, PyckptError
+from pyckpt.errors import CorruptCheckpoint, LoadError, PyckptError
 from pyckpt.train import restorer, transient
 from pyckpt.train.app_state import AppState
 
@@ -329,6 +330,40 @@ def test_all_ranks_refuse_what_one_cannot_save(tmp_path: Path) -> None:
     first, second = run_ranks(2, restore_unusable, tmp_path)
     assert first.startswith("LoadError: the state of another rank")
     assert second.startswith("TypeError: config is or contains")
+
+
+# --- checkpoints without their metadata ---
+
+
+def test_a_copy_without_its_metadata_is_an_error(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    copy = tmp_path / "copy" / "step-00000001"
+    copy.mkdir(parents=True)
+    for file in (tmp_path / "step-00000001").glob("[!.]*"):  # as a shell understands *
+        shutil.copy(file, copy)
+    says = "'cp directory/\\*' leaves that out"
+    with Checkpointer(tmp_path / "copy") as checkpointer:
+        with pytest.raises(CorruptCheckpoint, match=says):
+            checkpointer.restore({"step": 0})
+        (entry,) = checkpointer.inspect()
+        assert entry.state == "damaged"
+        with pytest.raises(FileExistsError, match=r"without its \.metadata"):
+            checkpointer.save(1, {"step": 1}).wait()
+        assert len(os.listdir(copy)) == 1
+        with pytest.raises(FileExistsError):
+            checkpointer.close()
+    with pytest.raises(FileNotFoundError, match=says):
+        pyckpt.load({"step": 0}, copy)
+
+
+def test_one_beside_others_is_passed_over_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1, 2)
+    (tmp_path / "step-00000002" / ".metadata").unlink()
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore({"step": 0}) == 1
+    assert "passed over step-00000002: damaged (data files, and no .metadata" in caplog.text
 
 
 # --- nothing to restore ---

@@ -144,6 +144,7 @@ def test_prune_counts_valid_ones_only(tmp_path: Path) -> None:
 def test_remains_of_interrupted_saves_go_once_a_newer_one_is_there(tmp_path: Path) -> None:
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "__0_ab.distcp").touch()
+    (tmp_path / "step-00000001" / ".saving").touch()
     assert prune(Catalog(tmp_path), Retention()) == []
     assert states(tmp_path) == {1: "unfinished"}
     write(tmp_path, 2)
@@ -151,6 +152,14 @@ def test_remains_of_interrupted_saves_go_once_a_newer_one_is_there(tmp_path: Pat
     assert states(tmp_path) == {1: "unfinished", 2: "valid"}
     assert prune(Catalog(tmp_path), Retention()) == []
     assert states(tmp_path) == {2: "valid"}
+
+
+def test_a_checkpoint_without_its_metadata_stays(tmp_path: Path) -> None:
+    write_all(tmp_path, 1, 2, 3)
+    (tmp_path / "step-00000001" / ".metadata").unlink()
+    assert prune(Catalog(tmp_path), Retention(keep_last=1)) == [2]
+    assert states(tmp_path) == {1: "damaged", 3: "valid"}
+    assert len(os.listdir(tmp_path / "step-00000001")) == 1
 
 
 def test_what_is_wanted_while_others_go_stays(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import os
@@ -138,7 +139,15 @@ class DirectReader(StorageReader):
         self._metadata = self._load = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = metadata_format.read(self.path / commit.metadata_name(kwargs.get("rank")))
+        name = commit.metadata_name(kwargs.get("rank"))
+        try:
+            metadata = metadata_format.read(self.path / name)
+        except FileNotFoundError:
+            if self.path.is_dir() and commit.lost_metadata(os.listdir(self.path)):
+                raise FileNotFoundError(
+                    errno.ENOENT, commit.LOST_METADATA, str(self.path / name)
+                ) from None
+            raise
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self._load_id

@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -51,6 +51,7 @@ from pyckpt.dcp.stager import (
 from pyckpt.engine import Engine, abandoned, default_engine
 from pyckpt.errors import SaveError
 from pyckpt.format import commit
+from pyckpt.format.claim import Claim, turn
 from pyckpt.format.metadata import encode
 from pyckpt.format.template import Template
 from pyckpt.locks import fork_safe_lock
@@ -66,6 +67,9 @@ _commit_lock = fork_safe_lock()
 # Data files of saves under way that other saves of this process, into the same directory, must not
 # sweep out. Ranks need no such thing, since their collectives keep their saves apart.
 _unfinished: set[Path] = set()
+# Claims of this process. Only the rank that commits hears how a save ended, and whoever keeps an
+# error keeps the writer that raised it: those of the others may last until the next save.
+_claims: WeakSet[Claim] = WeakSet()
 # Parts that a coordinator has seen. Planners keep plans, with what was in them, and may take one
 # for that of a later save: then the rank's word of that save is not to be had.
 _seen: WeakSet[Part] = WeakSet()
@@ -132,6 +136,7 @@ class DirectWriter(StorageWriter):
         self._parts: dict[int, Part] = {}  # of the ranks, as far as the coordinator knows
         self._job: _C.WriteJob | None = None
         self._data_file: Path | None = None
+        self._claim: Claim | None = None
         self._stager = stager
         self._staging: Staging | None = None
         self._skips = False
@@ -278,6 +283,7 @@ class DirectWriter(StorageWriter):
             if staging.busy is not None and staging.stager.when_busy == "error":
                 raise staging.busy
         commit.make_directory(self.path, sync=self.sync_files and self._commits)
+        self._release_claims()
         if self._commits:
             self._sweep_remains()
         metadata = self.path / self._metadata_name()
@@ -370,7 +376,7 @@ class DirectWriter(StorageWriter):
         try:
             with collector_paused():
                 data, files = self._describe(metadata, results)
-            with _commit_lock, named("commit", len(data)):
+            with _commit_lock, self._turn(), named("commit", len(data)):
                 self._look_for_files(results)
                 self._commit(data, files)
         finally:
@@ -408,10 +414,16 @@ class DirectWriter(StorageWriter):
         metadata.storage_meta = StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
         return encode(metadata), {info.relative_path for info in metadata.storage_data.values()}
 
+    def _release_claims(self) -> None:
+        here = os.path.realpath(self.path)
+        for claim in list(_claims):
+            if claim.path not in _unfinished and os.path.realpath(claim.path.parent) == here:
+                claim.release()
+
     def _sweep_remains(self) -> None:
         """Make room: remove what earlier saves that failed left, of all ranks, before any rank of
         this save writes."""
-        with _commit_lock:
+        with _commit_lock, self._turn():
             self._before_sweep()
             commit.begin_save(
                 self.path, self._unfinished_names(), sync=self.sync_files, rank=self._own_rank()
@@ -481,7 +493,8 @@ class DirectWriter(StorageWriter):
     # For those who make saves without DCP's `async_save`.
 
     def close_save(self) -> None:
-        """Give back what staging took. Where the thread that saved ends, that does it."""
+        """Let go of what the save held. Where its thread ends and the writer goes, that does it."""
+        self._forget_data_file()
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.release()
@@ -492,7 +505,14 @@ class DirectWriter(StorageWriter):
         commits."""
         return {commit.data_file_name(rank, part.save_id) for rank, part in self._parts.items()}
 
+    def _turn(self) -> AbstractContextManager[None]:
+        # Where each rank commits for itself, none removes what is not its own.
+        return turn(self.path) if self._use_collectives else nullcontext()
+
     def _forget_data_file(self) -> None:
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            claim.release()
         if self._data_file is not None:
             _unfinished.discard(self._data_file)
 
@@ -513,13 +533,21 @@ class DirectWriter(StorageWriter):
             ours = planner if type(planner) is SavePlanner else None
             known = None if ours is None else ours.known
             notes: Notes | None = None if known is None else known.notes.get(_NOTES)
-            self._job = job = _C.WriteJob(
-                engine.native,
-                os.fsencode(self._data_file),
-                direct=self.direct,
-                sync=self.sync_files,
-                preallocate=expected_size(plan) if notes is None else notes.expected_size,
-            )
+            expected = expected_size(plan) if notes is None else notes.expected_size
+            with turn(self.path, shared=True):
+                self._job = job = _C.WriteJob(
+                    engine.native,
+                    os.fsencode(self._data_file),
+                    direct=self.direct,
+                    sync=self.sync_files,
+                    preallocate=expected,
+                )
+                try:
+                    self._claim = Claim(self._data_file)
+                    _claims.add(self._claim)
+                except BaseException:
+                    job.abandon()
+                    raise
             try:
                 raws = self._add_items(job, plan, planner, notes)
                 places = job.finish()
@@ -586,7 +614,14 @@ class DirectWriter(StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         # A writer crosses to DCP's background process as its settings.
         futures = {"staged": None, "written": None}
-        return {**self.__dict__, **futures, "_job": None, "_data_file": None, "_staging": None}
+        return {
+            **self.__dict__,
+            **futures,
+            "_job": None,
+            "_data_file": None,
+            "_staging": None,
+            "_claim": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, staged=Future(), written=Future())

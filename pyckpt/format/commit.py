@@ -17,19 +17,22 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pyckpt.errors import PyckptError
 from pyckpt.format import metadata as metadata_format
+from pyckpt.format.claim import is_claimed
 
 __all__ = [
+    "LOST_METADATA",
     "REMOVED",
     "begin_save",
     "commit_metadata",
     "data_file_name",
     "is_mark",
+    "lost_metadata",
     "make_directory",
     "mark_name",
     "metadata_name",
@@ -48,6 +51,12 @@ _MARK = re.compile(r"\.saving(\.\d+)?")
 
 REMOVED = ".metadata.removed"
 """What the metadata of a checkpoint is called once its removal has begun."""
+
+LOST_METADATA = (
+    "data files, and no .metadata: 'cp directory/*' leaves that out; bring it back from where they "
+    "were copied"
+)
+"""What to say where ``lost_metadata``."""
 
 # Directories whose own name is on disk, and so are those above them, by the path without links.
 # With device and inode, since another process may remove one and make one of the same name.
@@ -80,6 +89,14 @@ def mark_name(rank: int | None = None) -> str:
 def is_mark(name: str) -> bool:
     """Whether a file is what ``mark_name`` names."""
     return _MARK.fullmatch(name) is not None
+
+
+def lost_metadata(names: Collection[str]) -> bool:
+    """Whether a directory that holds these has data files of a checkpoint that has lost its
+    metadata, and not the remains of a save, or of a removal, that was interrupted."""
+    if not any(_DATA_FILE.fullmatch(name) for name in names) or REMOVED in names:
+        return False
+    return not any(is_mark(name) or _METADATA_FILE.fullmatch(name) for name in names)
 
 
 @contextmanager
@@ -206,6 +223,7 @@ def remove_unnamed(
     try:
         names = os.listdir(directory)
         unnamed = {name for name in names if _is_data_file(name, rank)} - named
+        unnamed = {name for name in unnamed if not is_claimed(directory / name)}
         _remove(directory, unnamed, {*filter(_METADATA_FILE.fullmatch, names)} - {committed})
         marks = set(filter(is_mark, names))
         _unlink(directory, marks if rank is None else marks & {mark_name(rank)})
@@ -235,9 +253,10 @@ def begin_save(directory: Path, keep: set[str], *, sync: bool, rank: int | None 
     if metadata:
         ranks = [name.split("_")[2] for name in data]
         if len(ranks) != len(set(ranks)):
+            data = {name for name in data if not is_claimed(directory / name)}
             _sweep(directory, data, metadata, sync=sync)
         return
-    if data and REMOVED not in names and not any(map(is_mark, names)):
+    if data and lost_metadata(names):
         raise FileExistsError(
             errno.EEXIST,
             f"data files of a checkpoint without its {metadata_name()}, which this save would "
@@ -245,7 +264,7 @@ def begin_save(directory: Path, keep: set[str], *, sync: bool, rank: int | None 
             "back, or move the files away",
             str(directory),
         )
-    _unlink(directory, data)
+    _unlink(directory, {name for name in data if not is_claimed(directory / name)})
     mark = directory / mark_name(rank)
     with suppress(FileExistsError):
         os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))

@@ -282,6 +282,8 @@ class Catalog:
             return DirectoryEntry(path, step, "damaged", str(error))
         if REMOVED in names:
             return DirectoryEntry(path, step, "removed", "its removal was interrupted")
+        if commit.lost_metadata(names):
+            return DirectoryEntry(path, step, "damaged", commit.LOST_METADATA)
         others = sorted(name for name in names if not _DATA_FILE.fullmatch(name))
         if not others:
             return DirectoryEntry(path, step, "unfinished", "its save did not get to the commit")

@@ -644,7 +644,7 @@ class Checkpointer:
             OSError, PyckptError: a save failed, and that was not raised before.
         """
         if not self._closed:
-            if self._last is not None:
+            if self._last is not None and self._ranks.lost is None:
                 self._start(*self._last, final=False)
             self._close(wait=True)
             self._saver.raise_failure()

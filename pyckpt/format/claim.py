@@ -1,0 +1,86 @@
+"""Saves of several processes into one directory, which know nothing of each other.
+
+A commit sweeps out the data files that it does not name, and another process may be writing one of
+them. So a data file is claimed, by a lock on it, from when it is made until its save is over, and
+sweeps leave it alone. They happen in an exclusive ``turn`` of the directory, in which no file is
+made, so that none is met between its making and its claim. Where the file system has no locks, both
+do nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from pyckpt.format.flock import trying
+
+__all__ = ["Claim", "is_claimed", "turn"]
+
+_POLL_SECONDS = 0.01
+_PATIENCE_SECONDS = 60.0
+
+
+class Claim:
+    """Keeps a data file from being swept out by another process, until it is released, or gone."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._held = ExitStack()
+        # NFS gives exclusive locks to those only who could write.
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._held.callback(os.close, descriptor)
+        self._held.enter_context(trying(descriptor))
+
+    def release(self) -> None:
+        """Let go. Idempotent."""
+        self._held.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_held"):
+            self.release()
+
+
+def is_claimed(path: Path) -> bool:
+    """Whether a save that is under way is writing a file."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        with trying(descriptor) as mine:
+            return not mine
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def turn(
+    directory: Path, *, shared: bool = False, patience: float = _PATIENCE_SECONDS
+) -> Iterator[None]:
+    """Make data files (``shared``), or commit and sweep, while nobody does the other.
+
+    Raises:
+        TimeoutError: another process is in such a block for ``patience`` seconds.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + patience
+        while True:
+            with trying(descriptor, shared=shared) as mine:
+                if mine:
+                    yield
+                    return
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    errno.ETIMEDOUT,
+                    f"another process has been committing a save here for {patience:.0f} s; does "
+                    "it hang? End it",
+                    str(directory),
+                )
+            time.sleep(_POLL_SECONDS)
+    finally:
+        os.close(descriptor)
