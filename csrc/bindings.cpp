@@ -169,4 +169,5 @@ PYBIND11_MODULE(_C, module) {
   pyckpt::register_read_job(module);
   pyckpt::register_staging(module);
   pyckpt::register_state_tree(module);
+  pyckpt::register_checks(module);
 }

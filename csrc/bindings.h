@@ -98,5 +98,6 @@ void register_write_job(py::module_& module);
 void register_read_job(py::module_& module);
 void register_staging(py::module_& module);
 void register_state_tree(py::module_& module);
+void register_checks(py::module_& module);
 
 }  // namespace pyckpt

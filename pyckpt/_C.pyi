@@ -21,6 +21,17 @@ def fill_words(buffer: Buffer, positions: bytes, before: bytes, words: bytes) ->
     whose position is all ones must be the one in ``before``. Returns whether all such are; if not,
     the buffer is not to be used."""
 
+def scan_pickle(buffer: Buffer, *, depth: int, work_per_byte: int) -> int:
+    """Go through the pickle that ``buffer`` begins with, without reading it; return its length in
+    bytes. Raises ValueError for one that is damaged, nested deeper than ``depth``, or takes more
+    memory or time than its size explains (csrc/pickle_scan.h)."""
+
+def is_tiling(
+    size: tuple[int, ...], offsets: list[tuple[int, ...]], sizes: list[tuple[int, ...]]
+) -> bool:
+    """Whether each element of a tensor is in exactly one of the boxes; one that is given twice
+    counts once. Raises ValueError for boxes that cannot be compared in reasonable time."""
+
 class Envelope:
     """The bytes before and after a tensor's raw bytes; see ``pyckpt.format.envelope``."""
 

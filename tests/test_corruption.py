@@ -443,7 +443,8 @@ def test_metadata_of_another_shape(tmp_path: Path, writer: str) -> None:
     tensor.size = torch.Size((3, 3))  # type: ignore[union-attr]
     tensor.chunks[0].sizes = torch.Size((3, 3))  # type: ignore[union-attr]
     (tmp_path / ".metadata").write_bytes(metadata_format.encode(metadata))
-    with pytest.raises(CorruptCheckpoint, match="a in"):
+    found = "its length and its shape" if writer == "ours" else "a in .*a tensor of size"
+    with pytest.raises(CorruptCheckpoint, match=found):
         pyckpt.load({"a": torch.zeros(3, 3)}, tmp_path)
 
 

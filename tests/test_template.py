@@ -26,7 +26,7 @@ from pyckpt.dcp.items import Packed, Place, unpack
 from pyckpt.format.metadata import decode, storage_info
 from pyckpt.format.template import Template
 
-BIG = (1 << 63) - 1
+BIG = (1 << 62) - 1  # an offset and a length add up to a number that can be counted with
 
 
 def tensor(key: str, name: str, offset: int, *, stride: Any = None) -> WriteResult:
@@ -52,7 +52,7 @@ def results() -> list[list[WriteResult]]:
         [
             tensor("a", NAMES[0], 0),
             object_("b", NAMES[0], 1000, 40),
-            tensor("c", NAMES[0], 1040, stride=(1, 5)),
+            tensor("c", NAMES[0], 1040, stride=(1,)),
         ],
         [object_("d", NAMES[1], 0, 9), object_("e", NAMES[1], 9, 500)],
         [],

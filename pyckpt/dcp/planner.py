@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -35,8 +35,9 @@ from torch.distributed.tensor import DTensor
 
 from pyckpt.dcp import objects
 from pyckpt.dcp.report import Conversion, LoadReport, Replacement, some
-from pyckpt.dcp.template import Growth, Path, Slot, Template, is_empty, place
+from pyckpt.dcp.template import Growth, Slot, Template, is_empty, place
 from pyckpt.errors import CorruptCheckpoint, LoadError
+from pyckpt.format.paths import path_of, paths
 from pyckpt.locks import fork_safe_lock
 
 __all__ = ["LoadPlanner"]
@@ -175,7 +176,7 @@ class LoadPlanner(DefaultLoadPlanner):
         extra: list[str] = []
         for name in self.metadata.state_dict_metadata:
             if name not in self.state_dict:
-                inside = self._saved_path(name)[0] in passed
+                inside = path_of(self.metadata, name)[0] in passed
                 (extra if inside else report.left_out).append(name)
         return extra
 
@@ -187,7 +188,7 @@ class LoadPlanner(DefaultLoadPlanner):
         growth = Growth(
             self._template,
             self.original_state_dict,
-            {name: self._saved_path(name) for name in self.metadata.state_dict_metadata},
+            paths(self.metadata),
             missing,
             cut_lists=fill and self._missing == "error",
         )
@@ -338,14 +339,6 @@ class LoadPlanner(DefaultLoadPlanner):
         if key not in self._chunks:
             self._chunks[key] = list(_create_chunk_list(tensor))
         return self._chunks[key]
-
-    def _saved_path(self, name: str) -> Path:
-        assert self.metadata is not None
-        paths = self.metadata.planner_data
-        path = paths.get(name) if isinstance(paths, Mapping) else None
-        if isinstance(path, tuple | list) and path and all(type(p) in (str, int) for p in path):
-            return tuple(path)
-        return (name,)
 
     # --- reading ------------------------------------------------------------------------------
 

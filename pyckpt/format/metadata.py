@@ -24,9 +24,8 @@ import os
 import pickle
 import struct
 import zlib
-from collections import OrderedDict
-from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
-from typing import Any, NoReturn
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -42,10 +41,28 @@ from torch.distributed.checkpoint.metadata import (
 
 from pyckpt.collector import collector_paused
 from pyckpt.errors import CorruptCheckpoint, UnsafeCheckpoint
+from pyckpt.format.checks import check
+from pyckpt.format.files import open_regular, read_regular
+from pyckpt.format.sealed import Sealed, scan
 
-__all__ = ["MAGIC", "StorageInfo", "data_files", "decode", "encode", "read", "seal", "storage_info"]
+__all__ = [
+    "MAGIC",
+    "SIZE_MAX",
+    "StorageInfo",
+    "data_files",
+    "decode",
+    "encode",
+    "read",
+    "seal",
+    "storage_info",
+]
 
 MAGIC = b"PYCKPTM1"
+SIZE_MAX = 4 << 30
+"""Bytes; some ten million items."""
+# What DCP writes is nested some ten deep.
+_DEPTH_MAX = 100
+_NAME_SHOWN = 200
 _TRAILER = struct.Struct("<8sQI")
 
 
@@ -102,23 +119,16 @@ def seal(body: bytes) -> bytes:
 # --- what a file may name -------------------------------------------------------------------------
 
 
-class _Sealed(type):
-    """Metaclass of the stand-ins: pickle's BUILD may set attributes of a class, so none can be."""
-
-    def __setattr__(cls, name: str, value: object) -> None:
-        raise pickle.UnpicklingError(f"sets the attribute {name!r} of a class")
-
-
 def _stand_in(real: type) -> type:
     """Make a class that creates bare instances of ``real`` and is good for nothing else."""
 
     def new(cls: type) -> Any:
         return object.__new__(real)
 
-    return _Sealed(real.__name__, (), {"__slots__": (), "__new__": new})
+    return Sealed(real.__name__, (), {"__slots__": (), "__new__": new})
 
 
-class _Metadata(metaclass=_Sealed):
+class _Metadata(metaclass=Sealed):
     """`Metadata`, bare, or called with its fields, as a class made from it may pickle itself."""
 
     __slots__ = ()
@@ -130,7 +140,7 @@ class _Metadata(metaclass=_Sealed):
         return metadata
 
 
-class _MemFormat(metaclass=_Sealed):
+class _MemFormat(metaclass=Sealed):
     """Stands for DCP's enum of memory formats, and yields the member's number.
 
     Not the member: that is one object for the whole process, and BUILD could write into it.
@@ -142,7 +152,7 @@ class _MemFormat(metaclass=_Sealed):
         return range(len(_MEM_FORMATS)).index(value)  # ValueError for anything else
 
 
-class _Getattr(metaclass=_Sealed):
+class _Getattr(metaclass=Sealed):
     """Stands for ``getattr``, by which Python 3.11.0 to 3.11.3 pickled the members of an enum."""
 
     __slots__ = ()
@@ -161,7 +171,7 @@ _MEM_FORMATS = {
 _LAYOUTS = {str(v): v for v in vars(torch).values() if isinstance(v, torch.layout)}
 
 
-class _Layout(metaclass=_Sealed):
+class _Layout(metaclass=Sealed):
     """Stands for ``torch.serialization._get_layout``."""
 
     __slots__ = ()
@@ -170,21 +180,31 @@ class _Layout(metaclass=_Sealed):
         return _LAYOUTS[name]
 
 
-class _Posix(metaclass=_Sealed):
+class _Dict(metaclass=Sealed):
+    """Stands for ``OrderedDict``, and yields a dict: an instance of a class that Python's own is
+    made into has attributes, by which a file could hide what is in it."""
+
+    __slots__ = ()
+
+    def __new__(cls) -> Any:
+        return {}
+
+
+class _Posix(metaclass=Sealed):
     __slots__ = ()
 
     def __new__(cls, *parts: str) -> Any:
         return Path(*parts) if os.name == "posix" else PurePosixPath(*parts)
 
 
-class _Windows(metaclass=_Sealed):
+class _Windows(metaclass=Sealed):
     __slots__ = ()
 
     def __new__(cls, *parts: str) -> Any:
         return PureWindowsPath(*parts)
 
 
-class _Properties(TensorProperties, metaclass=_Sealed):
+class _Properties(TensorProperties, metaclass=Sealed):
     """`TensorProperties` that take five fields, or six and more as torch 2.15 writes them."""
 
     def __setstate__(self, state: Any) -> None:
@@ -208,9 +228,9 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _stand_in(_StorageInfo),
     ("torch.serialization", "_get_layout"): _Layout,
     ("builtins", "getattr"): _Getattr,
-    # These two are built into the interpreter or torch, so that nothing can be set on them.
+    ("collections", "OrderedDict"): _Dict,
+    # Built into torch, so that nothing can be set on it, as on the dtypes.
     ("torch", "Size"): torch.Size,
-    ("collections", "OrderedDict"): OrderedDict,
 }
 for _module in ("pathlib", "pathlib._local"):  # Python 3.13 pickles the second name
     _ALLOWED[_module, "PosixPath"] = _ALLOWED[_module, "PurePosixPath"] = _Posix
@@ -228,7 +248,7 @@ class _Unpickler(pickle.Unpickler):
             return _ALLOWED[module, name]
         except KeyError:
             pass
-        refused = f"{module}.{name}"
+        refused = f"{module}.{name}"[:_NAME_SHOWN]
         raise UnsafeCheckpoint(
             f"{self.path} asks for {refused}, which is no part of DCP's metadata; "
             "it was refused, and nothing of the file was run",
@@ -245,11 +265,12 @@ def read(path: str | os.PathLike[str]) -> Metadata:
 
     Raises:
         OSError: the file cannot be read.
-        CorruptCheckpoint, UnsafeCheckpoint: as `decode`.
+        CorruptCheckpoint: it is no regular file, or has more than ``SIZE_MAX`` bytes; or as
+            `decode`.
+        UnsafeCheckpoint: as `decode`.
     """
-    with open(path, "rb") as file:
-        data = file.read()
-    return decode(data, path=path)
+    with open_regular(path) as file:
+        return decode(read_regular(file, path, most=SIZE_MAX), path=path)
 
 
 def decode(data: bytes, *, path: str | os.PathLike[str]) -> Metadata:
@@ -260,18 +281,19 @@ def decode(data: bytes, *, path: str | os.PathLike[str]) -> Metadata:
         path: the file's name, for messages.
 
     Raises:
-        CorruptCheckpoint: the trailer does not match, or the pickle is damaged or not metadata.
+        CorruptCheckpoint: the trailer does not match; or the pickle is damaged, is not metadata
+            that can be loaded from (checks.py), or takes more to read than its size explains.
         UnsafeCheckpoint: the pickle names a class or function other than DCP's metadata classes.
     """
     where = os.fspath(path)
     length = _check_trailer(data, where)
-    stream = io.BytesIO(data)
-    unpickler = _Unpickler(stream)
-    unpickler.path = where
     try:
+        end = scan(data, depth=_DEPTH_MAX)
+        unpickler = _Unpickler(io.BytesIO(data))
+        unpickler.path = where
         with collector_paused():
             metadata = unpickler.load()
-        _check_types(metadata)
+            check(metadata)
     except UnsafeCheckpoint:
         raise
     # A damaged pickle can fail in whatever way the objects that it builds can fail.
@@ -280,12 +302,12 @@ def decode(data: bytes, *, path: str | os.PathLike[str]) -> Metadata:
             f"{where} is not readable metadata: {type(error).__name__}: {error}", path=where
         ) from error
     # Stock writes nothing behind its pickle, so more than a trailer is a damaged trailer.
-    if stream.tell() != length:
+    if end != length:
         raise CorruptCheckpoint(
-            f"{where}: the pickle ends at byte {stream.tell()}, expected {length}",
+            f"{where}: the pickle ends at byte {end}, expected {length}",
             path=where,
             expected=length,
-            found=stream.tell(),
+            found=end,
         )
     assert isinstance(metadata, Metadata)
     return metadata
@@ -317,84 +339,13 @@ def _check_trailer(data: bytes, path: str) -> int:
     return body
 
 
-def _check_types(metadata: Any) -> None:
-    """Raise unless every part has the type that DCP and the readers rely on."""
-    if type(metadata) is not Metadata:
-        _malformed(f"it holds a {type(metadata).__name__}")
-    for key, item in _dict(metadata.state_dict_metadata).items():
-        if type(key) is not str:
-            _malformed(f"the key {key!r} is not a string")
-        if type(item) is TensorStorageMetadata:
-            _check_tensor(key, item)
-        elif type(item) is not BytesStorageMetadata:
-            _malformed(f"{key} is described by a {type(item).__name__}")
-    for index, info in _dict(metadata.storage_data or {}).items():
-        if type(index) is not MetadataIndex or type(info) is not _StorageInfo:
-            _malformed(f"{index!r} is stored in {info!r}")
-        if type(info.relative_path) is not str or info.offset < 0 or info.length < 0:
-            _malformed(f"{index.fqn} is stored in {info!r}")
-
-
-def _check_tensor(key: str, item: TensorStorageMetadata) -> None:
-    properties = item.properties
-    if type(properties) is not TensorProperties or type(properties.dtype) is not torch.dtype:
-        _malformed(f"{key} has no dtype")
-    size = item.size
-    if type(size) is not torch.Size or min(size, default=0) < 0:
-        _malformed(f"{key} has the size {size!r}")
-    for chunk in item.chunks:
-        offsets, sizes = chunk.offsets, chunk.sizes
-        if type(offsets) is not torch.Size or type(sizes) is not torch.Size:
-            _malformed(f"{key} has the chunk {chunk!r}")
-        if len(offsets) != len(size) or len(sizes) != len(size):
-            _malformed(f"{key} has the chunk {chunk!r}")
-        if sizes == size and not any(offsets):
-            continue
-        for start, extent, whole in zip(offsets, sizes, size, strict=True):
-            if start < 0 or extent < 0 or start + extent > whole:
-                _malformed(f"{key} of size {tuple(size)} has the chunk {chunk!r}")
-
-
-def _dict(value: Any) -> dict[Any, Any]:
-    if not isinstance(value, dict):
-        _malformed(f"a {type(value).__name__} where a dict belongs")
-    return value
-
-
-def _malformed(what: str) -> NoReturn:
-    raise ValueError(what)
-
-
 def data_files(metadata: Metadata) -> dict[str, int]:
     """Name every data file that ``metadata`` speaks of, with the least bytes it must have.
 
-    Raises:
-        CorruptCheckpoint: a name is absolute or leaves the checkpoint's directory. A metadata file
-            must not direct a reader elsewhere.
+    `decode` has made sure that they are in the checkpoint's directory.
     """
     files: dict[str, int] = {}
-    for index, info in (metadata.storage_data or {}).items():
+    for info in (metadata.storage_data or {}).values():
         name = info.relative_path
-        end = info.offset + info.length
-        known = files.get(name)
-        if known is None:
-            _check_inside(name, index.fqn)
-            files[name] = end
-        elif end > known:
-            files[name] = end
+        files[name] = max(files.get(name, 0), info.offset + info.length)
     return files
-
-
-def _check_inside(name: str, key: str) -> None:
-    # Both flavours: a file written on the other system must not get past this one.
-    for path in (PurePosixPath(name), PureWindowsPath(name)):
-        if not _inside(path) or "\0" in name:
-            raise CorruptCheckpoint(
-                f"{key} is said to be stored in {name!r}, outside of the checkpoint",
-                path=name,
-                key=key,
-            )
-
-
-def _inside(path: PurePath) -> bool:
-    return bool(path.parts) and not path.anchor and ".." not in path.parts

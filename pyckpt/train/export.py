@@ -43,6 +43,7 @@ from pyckpt.engine import Engine
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
+from pyckpt.format.paths import recorded_path
 from pyckpt.layouts import Layout
 from pyckpt.train.archive import torch_layout
 from pyckpt.train.catalog import reading
@@ -220,13 +221,12 @@ class _Source:
         self, key: str | None, dtype: torch.dtype | None, rename: Rename | None = None
     ) -> list[_Tensor]:
         """The tensors under a top-level key, or all of them, in the order of their new names."""
-        paths: Mapping[str, Any] = self.metadata.planner_data or {}
         new_name = _renaming(rename)
         found: dict[str, _Tensor] = {}
         tops = set()
         seen = False
         for fqn, meta in self.metadata.state_dict_metadata.items():
-            parts = [str(part) for part in paths.get(fqn) or fqn.split(".")]
+            parts = [str(part) for part in recorded_path(self.metadata, fqn) or fqn.split(".")]
             tops.add(parts[0])
             if key not in (None, parts[0]) or not isinstance(meta, TensorStorageMetadata):
                 continue

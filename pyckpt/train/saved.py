@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from pyckpt.errors import CorruptCheckpoint
+from pyckpt.format.paths import Path, paths
 
 __all__ = ["Path", "Rank", "Tree", "leaves", "paths", "tree"]
 
-Path: TypeAlias = tuple[str | int, ...]
 Tree: TypeAlias = Any
 """A dict by path part (an int in a list), down to the metadata of an item."""
 
@@ -31,17 +31,6 @@ class Rank:
         if not dist.is_available() or not dist.is_initialized():
             return cls()
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
-
-
-def paths(metadata: Metadata) -> dict[str, Path]:
-    """The path in the saved state of each key; the key itself where none was recorded."""
-    recorded = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
-    found: dict[str, Path] = {}
-    for key in metadata.state_dict_metadata:
-        path = recorded.get(key)
-        known = isinstance(path, tuple | list) and path
-        found[key] = tuple(path) if known else (key,)  # type: ignore[arg-type]
-    return found
 
 
 def tree(metadata: Metadata) -> dict[str, Tree]:

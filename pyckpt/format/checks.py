@@ -1,0 +1,206 @@
+"""What must be so of a checkpoint's metadata, whoever reads it for what.
+
+All of it is looked at when metadata is decoded, so that no reader can forget a part. A file that
+passes may still not be what was saved, and loading may still find that its data files are not what
+it says; but every name in it is one of a file in its directory, every number is one that can be
+counted with, and every element of every tensor has a place that it is read from.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import PurePath, PurePosixPath, PureWindowsPath
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from pyckpt import _C
+from pyckpt.format.paths import check_paths
+
+__all__ = ["check"]
+
+_INT_MAX = (1 << 63) - 1
+# How many bytes of a tensor one byte of its item stands for at most: tensors of a kind of their own
+# may be packed, and a claim of terabytes is an allocation.
+_PACKED_MAX = 64
+_PACKED_FREE = 1 << 20
+
+_OURS = {"crc32", "payload_offset", "payload_length"}
+_Places = dict[tuple[str, torch.Size | None], _StorageInfo]
+
+
+def check(metadata: Any) -> None:
+    """Check that metadata is such that it can be loaded from.
+
+    Raises:
+        Exception: it is not; mostly a ValueError that says why. What a file holds may fail in any
+            way when it is looked at.
+    """
+    if type(metadata) is not Metadata:
+        _malformed(f"it holds a {type(metadata).__name__}")
+    if metadata.storage_meta is not None and type(metadata.storage_meta) is not StorageMeta:
+        _malformed(f"its storage_meta is a {type(metadata.storage_meta).__name__}")
+    places = _places(metadata.storage_data)
+    for key, item in _dict(metadata.state_dict_metadata).items():
+        if type(key) is not str:
+            _malformed(f"a key is a {type(key).__name__}")
+        if type(item) is TensorStorageMetadata:
+            _check_tensor(key, item, places)
+        elif type(item) is not BytesStorageMetadata:
+            _malformed(f"{key!r} is described by a {type(item).__name__}")
+        elif (key, None) not in places:
+            _malformed(f"{key!r} is stored nowhere")
+    check_paths(metadata)
+
+
+# --- where items are ------------------------------------------------------------------------------
+
+
+def _places(storage_data: Any) -> _Places:
+    """Check where items are said to be; return it by key and offsets."""
+    places: _Places = {}
+    names: set[str] = set()
+    for index, info in _dict(storage_data if storage_data is not None else {}).items():
+        if type(index) is not MetadataIndex or type(info) is not _StorageInfo:
+            _malformed(f"a {type(index).__name__} is stored in a {type(info).__name__}")
+        key, offsets = index.fqn, index.offset
+        if type(key) is not str or (offsets is not None and type(offsets) is not torch.Size):
+            _malformed("an item has no key, or no offsets")
+        if index.index is not None and type(index.index) is not int:
+            _malformed(f"{key!r} has a chunk whose number is a {type(index.index).__name__}")
+        extra = vars(info)
+        name = info.relative_path
+        if name not in names:
+            _check_inside(name, key)
+            names.add(name)
+        if not _are_natural(info.offset, info.length) or info.offset + info.length > _INT_MAX:
+            _malformed(f"{key!r} has an offset or a length that is none")
+        if len(extra) > 3:
+            _check_extra(key, extra, None if offsets is None else len(offsets))
+        places[key, offsets] = info
+    return places
+
+
+def _check_extra(key: str, extra: dict[str, Any], dims: int | None) -> None:
+    """Check what pyckpt adds to a place, and the list of transformations that DCP does."""
+    transforms = extra.get("transform_descriptors")
+    if transforms is not None and not (
+        type(transforms) in (list, tuple) and all(type(one) is str for one in transforms)
+    ):
+        _malformed(f"{key!r} is transformed in ways that are no list of names")
+    given = _OURS & extra.keys()
+    if not given:
+        return
+    if given != _OURS:
+        _malformed(f"{key!r} says no more of its bytes than their {', '.join(sorted(given))}")
+    crc32, begin, length = extra["crc32"], extra["payload_offset"], extra["payload_length"]
+    if not _are_natural(crc32, begin, length) or crc32 >> 32:
+        _malformed(f"{key!r} has a checksum, or a place of its bytes, that is none")
+    if begin + length > extra["length"]:
+        _malformed(f"{key!r} has more bytes than its item")
+    stride = extra.get("payload_stride")
+    if stride is None:
+        return
+    if type(stride) is not tuple or len(stride) != dims or not _are_natural(*stride):
+        _malformed(f"{key!r} has strides that are not one for each dimension")
+
+
+def _are_natural(*values: Any) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
+
+
+def _check_inside(name: Any, key: str) -> None:
+    if type(name) is not str:
+        _malformed(f"{key!r} is stored in a file whose name is a {type(name).__name__}")
+    # Both flavours: a file written on the other system must not get past this one.
+    for path in (PurePosixPath(name), PureWindowsPath(name)):
+        if not _is_inside(path) or "\0" in name:
+            _malformed(f"{key!r} is said to be stored in {name!r}, outside of the checkpoint")
+
+
+def _is_inside(path: PurePath) -> bool:
+    return bool(path.parts) and not path.anchor and ".." not in path.parts
+
+
+# --- what items are -------------------------------------------------------------------------------
+
+
+def _check_tensor(key: str, item: TensorStorageMetadata, places: _Places) -> None:
+    properties, size, chunks = item.properties, item.size, item.chunks
+    if type(properties) is not TensorProperties or type(properties.dtype) is not torch.dtype:
+        _malformed(f"{key!r} has no dtype")
+    if type(size) is not torch.Size or min(size, default=0) < 0:
+        _malformed(f"{key!r} has no size")
+    if type(chunks) is not list:
+        _malformed(f"{key!r} has a {type(chunks).__name__} of chunks")
+    item_size = properties.dtype.itemsize
+    numel = math.prod(size)
+    # Strides are made of the other sizes, also where one of them is 0.
+    if (numel or math.prod(extent or 1 for extent in size)) * item_size > _INT_MAX:
+        _malformed(f"{key!r} is larger than any memory")
+    stored = 0
+    transformed = False
+    for chunk in chunks:
+        if type(chunk) is not ChunkStorageMetadata:
+            _malformed(f"{key!r} has a {type(chunk).__name__} as a chunk")
+        offsets, sizes = chunk.offsets, chunk.sizes
+        if type(offsets) is not torch.Size or type(sizes) is not torch.Size:
+            _malformed(f"{key!r} has a chunk without offsets and sizes")
+        if len(offsets) != len(size) or len(sizes) != len(size):
+            _malformed(f"{key!r} has a chunk of other dimensions than its own")
+        if sizes != size or any(offsets):
+            for start, extent, whole in zip(offsets, sizes, size, strict=True):
+                if start < 0 or extent < 0 or start + extent > whole:
+                    _malformed(
+                        f"{key!r} of size {tuple(size)} has a chunk of {tuple(sizes)} at "
+                        f"{tuple(offsets)}"
+                    )
+        count = numel if sizes == size else math.prod(sizes)
+        if not count:
+            continue
+        info = places.get((key, offsets))
+        if info is None:
+            _malformed(f"the chunk of {key!r} at {tuple(offsets)} is stored nowhere")
+        stored += info.length
+        extra = vars(info)
+        if extra.get("transform_descriptors"):
+            transformed = True
+        elif extra.get("payload_offset") and extra["payload_length"] != count * item_size:
+            _malformed(f"{key!r}: its length and its shape do not agree")
+    if numel and (len(chunks) != 1 or chunks[0].sizes != size) and not _is_filled(size, chunks):
+        _malformed(f"the chunks of {key!r} leave gaps in it, or overlap")
+    if (
+        properties.layout is torch.strided
+        and not transformed
+        and numel * item_size > _PACKED_MAX * stored + _PACKED_FREE
+    ):
+        _malformed(f"{key!r} is of {numel * item_size} bytes, and {stored} of it were saved")
+
+
+def _is_filled(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
+    if not size:
+        return bool(chunks)  # one element, and each chunk is that
+    return _C.is_tiling(
+        size, [chunk.offsets for chunk in chunks], [chunk.sizes for chunk in chunks]
+    )
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    # No class that is made from it: what iterates over that may be shown something else.
+    if type(value) is not dict:
+        _malformed(f"a {type(value).__name__} is where a dict belongs")
+    return value  # type: ignore[no-any-return]
+
+
+def _malformed(what: str) -> NoReturn:
+    raise ValueError(what)

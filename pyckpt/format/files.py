@@ -1,0 +1,54 @@
+"""Opening what may be anything: a checkpoint's directory is filled by others."""
+
+from __future__ import annotations
+
+import os
+import stat
+from io import BufferedReader
+
+from pyckpt.errors import CorruptCheckpoint
+
+__all__ = ["check_regular", "open_regular", "read_regular"]
+
+
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
+    """Open a file to read. Does not wait for whoever writes to a pipe.
+
+    Raises:
+        OSError: it cannot be opened.
+        CorruptCheckpoint: it is a pipe, a device or a directory.
+    """
+    # A pipe without writers is opened at once, and found out; for files the flag means nothing.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        check_regular(os.fstat(descriptor), path)
+        return open(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(file: BufferedReader, path: str | os.PathLike[str], *, most: int) -> bytes:
+    """Read a file that `open_regular` opened, as a whole.
+
+    Raises:
+        OSError: it cannot be read.
+        CorruptCheckpoint: it has more than ``most`` bytes.
+    """
+    size = os.fstat(file.fileno()).st_size
+    if size > most:
+        raise CorruptCheckpoint(
+            f"{os.fspath(path)} has {size} bytes, and no such file has more than {most}",
+            path=os.fspath(path),
+            expected=most,
+            found=size,
+        )
+    return file.read(size)
+
+
+def check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
+    """Raises:
+    CorruptCheckpoint: what was found at ``path`` is no regular file.
+    """
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptCheckpoint(f"{os.fspath(path)} is not a regular file", path=os.fspath(path))
