@@ -24,6 +24,7 @@ from pyckpt.format import metadata as metadata_format
 __all__ = [
     "commit_metadata",
     "data_file_name",
+    "is_part",
     "make_directory",
     "metadata_name",
     "new_save_id",
@@ -37,6 +38,8 @@ _logger = logging.getLogger("pyckpt")
 
 _DATA_FILE = re.compile(r"__(?P<rank>\d+)_[^/]+\.distcp")
 _METADATA_FILE = re.compile(r"(__\d+)?\.metadata")
+# What becomes a metadata file by a rename; the first versions had one name for all saves.
+_TEMPORARY = re.compile(r"(__(?P<rank>\d+))?\.metadata(\.[0-9a-f]{32})?\.tmp")
 
 
 def new_save_id() -> str:
@@ -125,9 +128,12 @@ def commit_metadata(
         OSError: it could not be written; what stood there still does.
     """
     path = directory / name
-    temporary = directory / f"{name}.tmp"
+    # A name that nobody can have taken, and a file that was not there: a link of that name, in a
+    # directory that others can write to, would have us write wherever it points.
+    temporary = directory / f"{name}.{uuid.uuid4().hex}.tmp"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with _naming(temporary), temporary.open("wb") as file:
+        with _naming(temporary), open(os.open(temporary, flags, 0o666), "wb") as file:
             file.write(data)
             file.flush()
             if sync:
@@ -155,6 +161,7 @@ def remove_unnamed(
         names = os.listdir(directory)
         unnamed = {name for name in names if _is_data_file(name, rank)} - named
         _remove(directory, unnamed, {*filter(_METADATA_FILE.fullmatch, names)} - {committed})
+        _unlink(directory, {name for name in names if _is_temporary(name, rank)})
     except (OSError, PyckptError) as error:
         _logger.warning("%s: files of earlier saves were not looked for: %s", directory, error)
 
@@ -173,6 +180,7 @@ def remove_remains(directory: Path, keep: set[str], *, rank: int | None = None) 
         ranks = [name.split("_")[2] for name in data]
         if not metadata or len(ranks) != len(set(ranks)):
             _remove(directory, data, metadata)
+        _unlink(directory, {name for name in names if _is_temporary(name, rank)})
     except (OSError, PyckptError) as error:
         _logger.warning("%s: files of earlier saves were not looked for: %s", directory, error)
 
@@ -182,6 +190,10 @@ def _remove(directory: Path, names: set[str], metadata: set[str]) -> None:
     if names:
         for name in metadata:
             names -= metadata_format.data_files(metadata_format.read(directory / name)).keys()
+    _unlink(directory, names)
+
+
+def _unlink(directory: Path, names: set[str]) -> None:
     for name in names:
         try:
             os.unlink(directory / name)
@@ -189,6 +201,18 @@ def _remove(directory: Path, names: set[str], metadata: set[str]) -> None:
             pass
         except OSError as error:
             _logger.warning("%s: a file of an earlier save was not removed: %s", directory, error)
+
+
+def is_part(name: str) -> bool:
+    """Whether a save makes files of such a name, which a kill may leave behind, besides the
+    metadata."""
+    return _is_data_file(name, None) or _TEMPORARY.fullmatch(name) is not None
+
+
+def _is_temporary(name: str, rank: int | None) -> bool:
+    """Whether it is what a kill left of a save's metadata; of a rank, or of the save as a whole."""
+    match = _TEMPORARY.fullmatch(name)
+    return match is not None and match["rank"] == (None if rank is None else str(rank))
 
 
 def _is_data_file(name: str, rank: int | None) -> bool:
