@@ -1,44 +1,51 @@
-"""Saved objects: what DCP stores with ``torch.save``, loaded without running code of the file."""
+"""Saved objects: what DCP stores with ``torch.save``, loaded without running code of the file.
+
+torch reads them, with the unpickler that it has for ``weights_only=True``. Ours is a second
+instance of that module, for its list of what may be named is one for the process: what a caller
+allows here, for one load, must not be allowed to whoever loads something else meanwhile.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import pickle
 import re
+import sys
+import threading
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
-from torch.serialization import (
-    default_restore_location,
-    get_safe_globals,
-    get_unsafe_globals_in_checkpoint,
-    safe_globals,
-)
+from torch import _weights_only_unpickler as torchs_unpickler
+from torch.serialization import _load, _open_zipfile_reader, default_restore_location
 
 from pyckpt.errors import CorruptCheckpoint, UnsafeCheckpoint
-from pyckpt.locks import fork_safe_lock
+from pyckpt.format.sealed import Sealed, scan
 
 __all__ = ["Allowed", "load"]
 
 Allowed = Callable[..., Any] | tuple[Callable[..., Any], str]
 """A class or function that objects may contain, or it and the dotted name it was saved under."""
 
-# torch keeps one list for the process, and each `safe_globals` takes away what it was given, even
-# if another thread's asked for the same: so ours follow one another.
-_allow_lock = fork_safe_lock()
-_REFUSED = re.compile(r"(?:Unsupported global: GLOBAL|unsupported GLOBAL) ([\w.]+)")
+# pickle itself goes no deeper, unless the program that saves has raised its limit.
+_DEPTH_MIN = 1000
+_BLOCKED = re.compile(r"unsupported GLOBAL ([\w.]+)")
+_TENSORS_OF_OLD = frozenset(torch._tensor_classes)
 
 
 def load(data: io.BytesIO, key: str, *, allow: Sequence[Allowed] = (), device: torch.device) -> Any:
-    """Load an object with ``weights_only=True`` and the classes in ``allow``.
+    """Load an object with the classes in ``allow``, and those that ``weights_only=True`` admits.
 
     Tensors within it that were saved from the CPU stay there; others go to ``device``.
 
     Raises:
         UnsafeCheckpoint: it contains a class or function that is not allowed.
-        CorruptCheckpoint: the bytes are not a saved object.
+        CorruptCheckpoint: the bytes are not a saved object, or one that takes more to read than
+            its size explains.
     """
 
     def location(storage: Any, saved_on: str) -> Any:
@@ -46,45 +53,137 @@ def load(data: io.BytesIO, key: str, *, allow: Sequence[Allowed] = (), device: t
             return storage
         return default_restore_location(storage, str(device))  # type: ignore[no-untyped-call]
 
-    with _allowing(allow):
-        try:
-            return torch.load(data, map_location=location, weights_only=True)
-        # Damaged bytes can fail in any way that torch.load or the objects it builds can fail.
-        except (Exception, MemoryError) as error:
-            refused = _refused(data, error)
-            if not refused:
-                raise CorruptCheckpoint(
-                    f"{key}: not a readable object: {type(error).__name__}: {error}", key=key
-                ) from error
-            raise UnsafeCheckpoint(
-                f"{key}: the saved object contains {', '.join(refused)}, which loading does not "
-                f"allow; if you trust the checkpoint, pass allow=[{', '.join(refused)}]",
-                key=key,
-                refused=refused,
+    allowed = _allowed(allow)
+    described = b""
+    try:
+        _check_archive(data)
+        with _open_zipfile_reader(data) as archive:  # type: ignore[no-untyped-call]
+            described = archive.get_record("data.pkl")
+            scan(described, depth=max(_DEPTH_MIN, sys.getrecursionlimit()))
+            with _allowing(allowed):
+                return _load(archive, location, _unpickler(), encoding="utf-8")  # type: ignore[no-untyped-call]
+    # Damaged bytes can fail in any way that torch or the objects it builds can fail.
+    except (Exception, MemoryError) as error:
+        refused = _refused(described, allowed, error)
+        if not refused:
+            raise CorruptCheckpoint(
+                f"{key}: not a readable object: {type(error).__name__}: {error}", key=key
             ) from error
+        raise UnsafeCheckpoint(
+            f"{key}: the saved object contains {', '.join(refused)}, which loading does not "
+            f"allow; if you trust the checkpoint, pass allow=[{', '.join(refused)}]",
+            key=key,
+            refused=refused,
+        ) from error
+
+
+def _check_archive(data: io.BytesIO) -> None:
+    """Check that nothing in it is larger than it is: torch makes room before it reads."""
+    size = data.getbuffer().nbytes
+    with zipfile.ZipFile(data) as archive:
+        for record in archive.infolist():
+            if record.compress_type != zipfile.ZIP_STORED or record.file_size > size:
+                raise ValueError(f"{record.filename!r} is compressed, or larger than the object")
+            if record.filename.endswith("/constants.pkl"):
+                raise ValueError("it is a program (TorchScript)")
+    data.seek(0)
+
+
+# --- what may be named ----------------------------------------------------------------------------
+
+_loading = threading.local()
 
 
 @contextmanager
-def _allowing(allow: Sequence[Allowed]) -> Iterator[None]:
-    if not allow:
+def _allowing(allowed: dict[str, Any]) -> Iterator[None]:
+    """Allow these, too, in this thread."""
+    before = getattr(_loading, "allowed", {})
+    _loading.allowed = allowed
+    try:
         yield
-        return
-    with _allow_lock:
-        # What is admitted already must stay so afterwards.
-        known = get_safe_globals()
-        with safe_globals([one for one in allow if one not in known]):
-            yield
+    finally:
+        _loading.allowed = before
 
 
-def _refused(data: io.BytesIO, error: BaseException) -> tuple[str, ...]:
-    """Name what torch refused to load; empty when that was not the cause of ``error``."""
+def _allowed(allow: Sequence[Allowed]) -> dict[str, Any]:
+    """What the program allows everybody, and the caller for this load, by name."""
+    allowed: dict[str, Any] = dict(
+        torchs_unpickler._get_user_allowed_globals()  # type: ignore[no-untyped-call]
+    )
+    for one in allow:
+        value, name = one if isinstance(one, tuple) else (one, "")
+        allowed[name or f"{value.__module__}.{value.__qualname__}"] = value
+    return allowed
+
+
+def _refused(described: bytes, allowed: dict[str, Any], error: BaseException) -> tuple[str, ...]:
+    """Name what an object contains that is not allowed; none where that is not the ``error``."""
     if not isinstance(error, pickle.UnpicklingError):
         return ()
-    data.seek(0)
+    unpickler = _unpickler()
     try:
-        names = set(get_unsafe_globals_in_checkpoint(data))
-    except Exception:  # not a zip, or damaged: the message says what torch stumbled on
+        names: set[str] = unpickler.get_globals_in_pkl(io.BytesIO(described))
+    except Exception:  # damaged: the message says what torch stumbled on
         names = set()
-    # Some classes are never named in the pickle, but made by a function in it, as numpy's dtypes.
-    names.update(re.findall(_REFUSED, str(error)))
+    names = names - allowed.keys() - unpickler._get_allowed_globals().keys()
+    # Modules that nobody can allow anything of.
+    names.update(re.findall(_BLOCKED, str(error)))
     return tuple(sorted(names))
+
+
+@cache
+def _unpickler() -> Any:
+    """A second instance of torch's module, which asks this one what is allowed."""
+    spec = importlib.util.find_spec(torchs_unpickler.__name__)
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    plain = {
+        name: value
+        for name, value in module._get_allowed_globals().items()
+        # Called with a size, these give out memory that nobody has written.
+        if value not in _TENSORS_OF_OLD
+    }
+    plain["torch.storage.UntypedStorage"] = _UntypedStorage
+    plain["torch._utils._rebuild_sparse_tensor"] = _rebuild_sparse
+    plain["builtins.bytearray"] = _make_bytearray
+    module._get_allowed_globals = lambda: plain
+    module._get_user_allowed_globals = lambda: getattr(_loading, "allowed", {})
+    return module
+
+
+class _UntypedStorage(metaclass=Sealed):
+    """Stands for the class in descriptions of storages, and makes none."""
+
+    __slots__ = ()
+    dtype = torch.uint8
+
+    def __new__(cls, *args: Any) -> Any:
+        raise ValueError("a storage that is not in the file")
+
+
+def _make_bytearray(value: str | bytes = b"", encoding: str = "latin-1") -> bytearray:
+    """``bytearray``, but for numbers: it would make as many bytes."""
+    return bytearray(value.encode(encoding) if isinstance(value, str) else bytes(memoryview(value)))
+
+
+def _rebuild_sparse(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor:
+    """``torch._utils._rebuild_sparse_tensor``, with indices that are looked at: torch does so only
+    on request, and others read and write where they point."""
+    if layout is torch.sparse_coo:
+        indices, values, size, *more = data
+        coalesced = more[0] if more else None
+        torch._validate_sparse_coo_tensor_args(
+            indices, values, size, coalesced, check_pinning=False
+        )
+        return torch.sparse_coo_tensor(
+            indices, values, size, is_coalesced=coalesced, check_invariants=False
+        )
+    compressed, plain, values, size = data
+    torch._validate_sparse_compressed_tensor_args(
+        compressed, plain, values, size, layout, check_pinning=False
+    )
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, size, layout=layout, check_invariants=False
+    )

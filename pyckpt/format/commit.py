@@ -32,6 +32,7 @@ __all__ = [
     "commit_metadata",
     "data_file_name",
     "is_mark",
+    "is_part",
     "lost_metadata",
     "make_directory",
     "mark_name",
@@ -61,6 +62,8 @@ LOST_METADATA = (
 # Directories whose own name is on disk, and so are those above them, by the path without links.
 # With device and inode, since another process may remove one and make one of the same name.
 _durable: dict[str, tuple[int, int]] = {}
+# What becomes a metadata file by a rename; the first versions had one name for all saves.
+_TEMPORARY = re.compile(r"(__(?P<rank>\d+))?\.metadata(\.[0-9a-f]{32})?\.tmp")
 
 
 def new_save_id() -> str:
@@ -193,9 +196,12 @@ def commit_metadata(
         OSError: it could not be written; what stood there still does.
     """
     path = directory / name
-    temporary = directory / f"{name}.tmp"
+    # A name that nobody can have taken, and a file that was not there: a link of that name, in a
+    # directory that others can write to, would have us write wherever it points.
+    temporary = directory / f"{name}.{uuid.uuid4().hex}.tmp"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with _naming(temporary), temporary.open("wb") as file:
+        with _naming(temporary), open(os.open(temporary, flags, 0o666), "wb") as file:
             file.write(data)
             file.flush()
             if sync:
@@ -227,6 +233,7 @@ def remove_unnamed(
         _remove(directory, unnamed, {*filter(_METADATA_FILE.fullmatch, names)} - {committed})
         marks = set(filter(is_mark, names))
         _unlink(directory, marks if rank is None else marks & {mark_name(rank)})
+        _unlink(directory, {name for name in names if _is_temporary(name, rank)})
     except (OSError, PyckptError) as error:
         _logger.warning("%s: files of earlier saves were not looked for: %s", directory, error)
 
@@ -250,6 +257,7 @@ def begin_save(directory: Path, keep: set[str], *, sync: bool, rank: int | None 
     names = os.listdir(directory)
     data = {name for name in names if _is_data_file(name, rank)} - keep
     metadata = {*filter(_METADATA_FILE.fullmatch, names)}
+    _unlink(directory, {name for name in names if _is_temporary(name, rank)})
     if metadata:
         ranks = [name.split("_")[2] for name in data]
         if len(ranks) != len(set(ranks)):
@@ -323,6 +331,18 @@ def _unlink(directory: Path, names: set[str]) -> None:
             pass
         except OSError as error:
             _logger.warning("%s: a file of an earlier save was not removed: %s", directory, error)
+
+
+def is_part(name: str) -> bool:
+    """Whether a save makes files of such a name, which a kill may leave behind, besides the
+    metadata."""
+    return _is_data_file(name, None) or is_mark(name) or _TEMPORARY.fullmatch(name) is not None
+
+
+def _is_temporary(name: str, rank: int | None) -> bool:
+    """Whether it is what a kill left of a save's metadata; of a rank, or of the save as a whole."""
+    match = _TEMPORARY.fullmatch(name)
+    return match is not None and match["rank"] == (None if rank is None else str(rank))
 
 
 def _is_data_file(name: str, rank: int | None) -> bool:

@@ -13,11 +13,12 @@ import math
 import pickle
 import struct
 import zipfile
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from pyckpt.format.sealed import Sealed, scan
 
 __all__ = ["HEAD_BYTES", "TAIL_BYTES", "Locator", "Payload", "has_its_checksums", "is_dense"]
 
@@ -25,6 +26,7 @@ __all__ = ["HEAD_BYTES", "TAIL_BYTES", "Locator", "Payload", "has_its_checksums"
 # half of it holds what is needed.
 HEAD_BYTES = 2048
 TAIL_BYTES = 2048
+_DEPTH_MAX = 20
 
 _LOCAL = struct.Struct("<4s22xHH")
 _DIRECTORY = 0x10  # MS-DOS's attribute
@@ -148,8 +150,11 @@ def _parse(head: bytes, tail: bytes, length: int) -> _Shape:
         raise ValueError("not one stored tensor")
     if byteorder is not None and byteorder.CRC != _CRC_OF_LITTLE:
         raise ValueError("not little-endian")
+    scan(described, depth=_DEPTH_MAX)
     tensor = _Unpickler(io.BytesIO(described)).load()
-    if not isinstance(tensor, _Tensor):
+    if not isinstance(tensor, _Tensor) or not all(
+        type(number) is int and number >= 0 for number in (*tensor.shape, *tensor.stride)
+    ):
         raise ValueError("not a tensor")
     dtype, count = tensor.storage
     if data[0].header_offset < 0:  # zipfile allows for bytes before the archive, and for none too
@@ -187,6 +192,8 @@ def _is_whole(tensor: _Tensor, count: int) -> bool:
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether elements with these strides lie one after another, in whatever order."""
+    if len(stride) != len(shape):
+        return False
     expected = 1
     for step, size in sorted(zip(stride, shape, strict=True)):
         if size == 1:
@@ -197,33 +204,59 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-def _rebuild_v2(
-    storage: tuple[torch.dtype, int],
-    offset: int,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    requires_grad: bool,
-    hooks: object,
-    metadata: object = None,
-) -> _Tensor:
-    if metadata:
-        raise ValueError("a tensor with metadata (conjugated or negated)")
-    return _Tensor(storage, offset, shape, stride)
+# What a file names it may also set attributes of: these are classes that have none to set.
 
 
-def _rebuild_v3(
-    storage: tuple[torch.dtype, int],
-    offset: int,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    requires_grad: bool,
-    hooks: object,
-    dtype: torch.dtype,
-    metadata: object = None,
-) -> _Tensor:
-    # The storage is untyped: its length is in bytes.
-    count = storage[1] // dtype.itemsize
-    return _rebuild_v2((dtype, count), offset, shape, stride, requires_grad, hooks, metadata)
+class _RebuildV2(metaclass=Sealed):
+    """Stands for ``torch._utils._rebuild_tensor_v2``."""
+
+    __slots__ = ()
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        storage: tuple[torch.dtype, int],
+        offset: int,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        requires_grad: bool,
+        hooks: object,
+        metadata: object = None,
+    ) -> _Tensor:
+        if metadata:
+            raise ValueError("a tensor with metadata (conjugated or negated)")
+        return _Tensor(storage, offset, shape, stride)
+
+
+class _RebuildV3(metaclass=Sealed):
+    """Stands for ``torch._utils._rebuild_tensor_v3``."""
+
+    __slots__ = ()
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        storage: tuple[torch.dtype, int],
+        offset: int,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        requires_grad: bool,
+        hooks: object,
+        dtype: torch.dtype,
+        metadata: object = None,
+    ) -> _Tensor:
+        # The storage is untyped: its length is in bytes.
+        count = storage[1] // dtype.itemsize
+        if metadata:
+            raise ValueError("a tensor with metadata (conjugated or negated)")
+        return _Tensor((dtype, count), offset, shape, stride)
+
+
+class _Hooks(metaclass=Sealed):
+    """Stands for the ``OrderedDict`` of a tensor's hooks, which nobody saves."""
+
+    __slots__ = ()
+
+    def __new__(cls) -> Any:
+        return None
 
 
 _STORAGES = {
@@ -259,11 +292,11 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch._utils" and name == "_rebuild_tensor_v2":
-            return _rebuild_v2
+            return _RebuildV2
         if module == "torch._utils" and name == "_rebuild_tensor_v3":
-            return _rebuild_v3
+            return _RebuildV3
         if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
+            return _Hooks
         if module in ("torch", "torch.storage") and name in _STORAGES:
             return _STORAGES[name]
         if module == "torch" and name in _DTYPES:

@@ -30,6 +30,7 @@ from pyckpt.dcp import objects
 from pyckpt.errors import CorruptCheckpoint, PyckptError
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
+from pyckpt.format.files import check_regular, open_regular, read_regular
 from pyckpt.format.flock import trying
 from pyckpt.train.fence import FOLDER
 from pyckpt.train.transient import Failure, failure_of, is_shortage, persist
@@ -54,8 +55,8 @@ a string of JSON with its step, whether it is final, and the metrics that came w
 REMOVED = commit.REMOVED
 
 _DIRECTORY = re.compile(r"step-(\d{8,})")
-_DATA_FILE = re.compile(r"__\d+_[^/]+\.distcp|\.metadata\.tmp|\.saving(\.\d+)?")
 _NAMES_SHOWN = 3
+_NOTE_MAX = 1 << 20
 
 
 def directory_name(step: int) -> str:
@@ -227,6 +228,8 @@ class Catalog:
             OSError: this process has no memory or descriptors left to look with.
         """
         path = self.path(step)
+        if verify and self._verify is None:
+            raise ValueError("this catalog was made without a way to verify")
         try:
             return persist(partial(self._examine, step, path, verify))
         except PyckptError as error:
@@ -237,33 +240,39 @@ class Catalog:
             if failure_of(error, last=True) is Failure.DAMAGE:
                 return DirectoryEntry(path, step, "damaged", str(error))
             return DirectoryEntry(path, step, "unreadable", str(error), error=error)
+        # Reading what is damaged may fail in ways that nobody has thought of; that one cannot be
+        # read must not keep the others from being found.
+        except (Exception, MemoryError) as error:
+            _logger.debug("%s cannot be read", path, exc_info=True)
+            return DirectoryEntry(path, step, "damaged", f"{type(error).__name__}: {error}")
 
     def _examine(self, step: int, path: Path, verify: bool) -> DirectoryEntry:
         try:
             known = self._read(step, path)
             for name, expected in known.files.items():
-                found = (path / name).stat().st_size
+                status = (path / name).stat()
+                check_regular(status, path / name)
+                found = status.st_size
                 if found != expected:
                     raise CorruptCheckpoint(
                         f"{name} has {found} bytes, and {expected} were saved", path=str(path)
                     )
-            if verify:
-                if self._verify is None:
-                    raise ValueError("this catalog was made without a way to verify")
+            if verify and self._verify is not None:
                 self._verify(path, metadata_format.read(path / commit.metadata_name()))
         except FileNotFoundError as error:
             return self._without_metadata(step, path, error)
         return DirectoryEntry(path, step, "valid", checkpoint=known.checkpoint)
 
     def _read(self, step: int, path: Path) -> _Known:
-        with open(path / commit.metadata_name(), "rb") as file:
+        name = path / commit.metadata_name()
+        with open_regular(name) as file:
             status = os.fstat(file.fileno())
             signature = (status.st_ino, status.st_size, status.st_mtime_ns)
             known = self._known.get(step)
             if known is not None and known.signature == signature:
                 return known
-            data = file.read()
-        metadata = metadata_format.decode(data, path=path / commit.metadata_name())
+            data = read_regular(file, name, most=metadata_format.SIZE_MAX)
+        metadata = metadata_format.decode(data, path=name)
         files = metadata_format.data_files(metadata)
         final, metrics = _read_note(path, metadata, step)
         checkpoint = CheckpointInfo(
@@ -284,7 +293,7 @@ class Catalog:
             return DirectoryEntry(path, step, "removed", "its removal was interrupted")
         if commit.lost_metadata(names):
             return DirectoryEntry(path, step, "damaged", commit.LOST_METADATA)
-        others = sorted(name for name in names if not _DATA_FILE.fullmatch(name))
+        others = sorted(name for name in names if not commit.is_part(name))
         if not others:
             return DirectoryEntry(path, step, "unfinished", "its save did not get to the commit")
         reason = f"it has no metadata, and holds {_few(others)}"
@@ -313,16 +322,18 @@ def _read_note(path: Path, metadata: Metadata, step: int) -> tuple[bool, dict[st
         if type(final) is not bool or not isinstance(metrics, dict):
             raise TypeError("not a note of pyckpt")
         return final, {str(name): float(value) for name, value in metrics.items()}
-    except (ValueError, TypeError, KeyError) as error:
+    # JSON may be nested too deep, and a number too large for a float.
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         raise CorruptCheckpoint(
             f"{path} has an unreadable {NOTE_KEY}: {error}", path=str(path), key=NOTE_KEY
         ) from error
 
 
 def _object(path: Path, info: metadata_format.StorageInfo) -> Any:
-    with open(path / info.relative_path, "rb") as file:
-        file.seek(info.offset)
-        data = io.BytesIO(file.read(info.length))
+    if info.length > _NOTE_MAX:
+        raise ValueError(f"it has {info.length} bytes")
+    with open_regular(path / info.relative_path) as file:
+        data = io.BytesIO(os.pread(file.fileno(), info.length, info.offset))
     return objects.load(data, NOTE_KEY, device=torch.device("cpu"))
 
 
@@ -338,7 +349,7 @@ def reading(path: Path) -> Iterator[None]:
         FileNotFoundError: there is no checkpoint, or it is being removed.
     """
     name = path / commit.metadata_name()
-    descriptor = os.open(name, os.O_RDONLY)
+    descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         with trying(descriptor, shared=True) as mine:
             if not mine or not _is_still(name, descriptor):
