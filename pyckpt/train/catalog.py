@@ -201,7 +201,7 @@ class Catalog:
             names = sorted(os.listdir(self.directory))
         except OSError as error:
             return "there is no such directory" if error.errno == errno.ENOENT else str(error)
-        if commit.metadata_name() in names or any(map(_DATA_FILE.fullmatch, names)):
+        if commit.metadata_name() in names or any(map(commit.is_part, names)):
             above = self.directory.parent
             other = f"pass {above}, or " if _step_of(self.directory.name) is not None else ""
             return f"this is itself a checkpoint; {other}load it with pyckpt.load"
