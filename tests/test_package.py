@@ -25,7 +25,7 @@ def test_public_names() -> None:
         and getattr(value, "__module__", "").startswith("pyckpt.")
         and name != "check_extension"
     }
-    assert public | {"errors", "layouts", "optim"} == set(pyckpt.__all__)
+    assert public | {"errors", "layouts", "merges", "optim"} == set(pyckpt.__all__)
     assert sorted(pyckpt.__all__) == pyckpt.__all__
     for name in pyckpt.__all__:
         assert getattr(pyckpt, name).__doc__
