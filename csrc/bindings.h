@@ -26,6 +26,20 @@ namespace py = pybind11;
 
 Direct to_direct(const std::string& name);
 
+// A level of something nested that a function goes down by calling itself. Throws RecursionError,
+// as Python does, where that is too deep: containers may be nested without end, or hold themselves.
+class Level {
+ public:
+  Level() {
+    if (Py_EnterRecursiveCall(" while looking into containers") != 0) {
+      throw py::error_already_set();
+    }
+  }
+  Level(const Level&) = delete;
+  Level& operator=(const Level&) = delete;
+  ~Level() { Py_LeaveRecursiveCall(); }
+};
+
 // A buffer whose bytes lie one after another; throws BufferError where they do not.
 class ContiguousBuffer {
  public:

@@ -6,7 +6,10 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstdint>
 #include <deque>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -220,7 +223,9 @@ class PyReadJob {
 
   size_t add_file(const std::string& path) {
     py::gil_scoped_release release;
-    return job_->add_file(path);
+    const size_t file = job_->add_file(path);
+    files_.store(file + 1);
+    return file;
   }
 
   // Returns the number of the range, or -1 where the box takes several; none where the tensor
@@ -230,6 +235,7 @@ class PyReadJob {
     if (!is_plain(tensor)) return std::nullopt;
     const auto strided =
         std::make_shared<Strided>(box_of(tensor, file_stride), tensor.element_size());
+    check_place(file, offset, strided->file_bytes());
     Destination destination;
     destination.data = static_cast<std::byte*>(tensor.mutable_data_ptr());
     if (tensor.is_cuda()) {
@@ -256,6 +262,7 @@ class PyReadJob {
   int64_t add_buffer(size_t file, uint64_t offset, const py::object& buffer) {
     buffers_.emplace_back(buffer, PyBUF_WRITABLE);
     const ContiguousBuffer& view = buffers_.back();
+    check_place(file, offset, view.size());
     return static_cast<int64_t>(
         job_->add(file, offset, view.size(), {view.data(), nullptr, nullptr}));
   }
@@ -265,6 +272,7 @@ class PyReadJob {
     const std::vector<at::Tensor> tensors = std::move(tensors_);
     const std::vector<ContiguousBuffer> buffers = std::move(buffers_);
     programs_.follow();
+    files_.store(0);
     const CurrentDevice current_device(!programs_.all().empty());
     py::gil_scoped_release release;
     return job_->run();
@@ -273,6 +281,15 @@ class PyReadJob {
   ReadStatistics statistics() const { return job_->statistics(); }
 
  private:
+  static constexpr uint64_t kFileMax = std::numeric_limits<int64_t>::max();
+
+  void check_place(size_t file, uint64_t offset, uint64_t size) const {
+    if (file >= files_.load()) throw std::invalid_argument("there is no file of this number");
+    if (size > kFileMax || offset > kFileMax - size) {
+      throw std::invalid_argument("the bytes would lie beyond the end of any file");
+    }
+  }
+
   static std::vector<Strided::Dimension> box_of(
       const at::Tensor& tensor, const std::optional<std::vector<int64_t>>& file_stride) {
     const auto dim = static_cast<size_t>(tensor.dim());
@@ -281,20 +298,33 @@ class PyReadJob {
     }
     const uint64_t item_size = tensor.element_size();
     std::vector<Strided::Dimension> box(dim);
-    uint64_t row_major = item_size;
+    uint64_t span = item_size;  // in the file, of the dimensions further in
     for (size_t d = dim; d-- > 0;) {
       const auto i = static_cast<int64_t>(d);
       box[d].size = static_cast<uint64_t>(tensor.size(i));
       box[d].memory_stride = static_cast<uint64_t>(tensor.stride(i)) * item_size;
-      box[d].file_stride =
-          file_stride ? static_cast<uint64_t>((*file_stride)[d]) * item_size : row_major;
-      row_major *= box[d].size;
+      box[d].file_stride = span;
+      if (file_stride && box[d].size > 1) {
+        const int64_t stride = (*file_stride)[d];
+        if (stride <= 0 || static_cast<uint64_t>(stride) > kFileMax / item_size ||
+            static_cast<uint64_t>(stride) * item_size < span) {
+          throw std::invalid_argument("each of file_stride must be as long as what is further in");
+        }
+        box[d].file_stride = static_cast<uint64_t>(stride) * item_size;
+      }
+      uint64_t before = 0;
+      if (box[d].size > 0 &&
+          (__builtin_mul_overflow(box[d].size - 1, box[d].file_stride, &before) ||
+           __builtin_add_overflow(before, span, &span) || span > kFileMax)) {
+        throw std::invalid_argument("file_stride reaches beyond the end of any file");
+      }
     }
     return box;
   }
 
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<ReadJob> job_;
+  std::atomic<size_t> files_{0};
   Programs programs_;
   std::vector<at::Tensor> tensors_;
   std::vector<ContiguousBuffer> buffers_;

@@ -38,18 +38,21 @@ class StorageSet {
       const at::Tensor& tensor = THPVariable_Unpack(object);
       if (!tensor.key_set().has(c10::DispatchKey::Python)) {
         if (tensor.has_storage()) storages_.insert(tensor.storage().unsafeGetStorageImpl());
-      } else if (PyObject* local = PyObject_GetAttrString(object, "_local_tensor")) {
+      } else if (const auto local = py::reinterpret_steal<py::object>(
+                     PyObject_GetAttrString(object, "_local_tensor"))) {
         // A DTensor; an optimizer writes to the part that is here.
-        walk(local);
-        Py_DECREF(local);
+        const Level level;
+        walk(local.ptr());
       } else {
         PyErr_Clear();  // some other kind of tensor, of which we know nothing
       }
     } else if (PyDict_Check(object)) {
+      const Level level;
       PyObject *key, *value;
       Py_ssize_t position = 0;
       while (PyDict_Next(object, &position, &key, &value) != 0) walk(value);
     } else if (PyList_Check(object) || PyTuple_Check(object)) {
+      const Level level;
       for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
         walk(PySequence_Fast_GET_ITEM(object, i));
       }

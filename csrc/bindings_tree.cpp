@@ -16,6 +16,7 @@ namespace {
 bool is_container(PyObject* object) {
   if (PyDict_Check(object)) return true;
   if (!PyList_CheckExact(object)) return false;
+  const Level level;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(object); ++i) {
     PyObject* const entry = PyList_GET_ITEM(object, i);
     if (THPVariable_Check(entry) || is_container(entry)) return true;
@@ -78,6 +79,7 @@ class StateTree {
   }
 
   void describe(PyObject* object) {
+    const Level level;
     const size_t at = nodes_.size();
     nodes_.emplace_back();
     nodes_[at].type =
@@ -124,6 +126,7 @@ class StateTree {
   }
 
   bool matches(PyObject* object, Cursor* cursor, PyObject* leaves) const {
+    const Level level;
     const Node& node = nodes_[cursor->node++];
     if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != node.type.ptr()) return false;
     switch (node.kind) {
@@ -131,9 +134,13 @@ class StateTree {
         if (static_cast<size_t>(PyDict_Size(object)) != node.children) return false;
         PyObject *key, *value;
         Py_ssize_t position = 0;
-        for (size_t i = 0; PyDict_Next(object, &position, &key, &value) != 0; ++i) {
+        size_t i = 0;
+        for (; i < node.children && PyDict_Next(object, &position, &key, &value) != 0; ++i) {
           PyObject* const expected = node.keys[i].ptr();
+          // Comparing keys of a program's own class runs its code, which may take them away.
+          const auto held = py::reinterpret_borrow<py::object>(value);
           if (key != expected) {
+            const auto held_key = py::reinterpret_borrow<py::object>(key);
             // Equal is not enough: True == 1, but their names differ.
             if (Py_TYPE(key) != Py_TYPE(expected)) return false;
             const int equal = PyObject_RichCompareBool(key, expected, Py_EQ);
@@ -142,13 +149,15 @@ class StateTree {
           }
           if (!matches(value, cursor, leaves)) return false;
         }
-        return true;
+        return i == node.children;
       }
       case Kind::kList: {
         if (static_cast<size_t>(PyList_GET_SIZE(object)) != node.children) return false;
         for (size_t i = 0; i < node.children; ++i) {
-          PyObject* const entry = PyList_GET_ITEM(object, static_cast<Py_ssize_t>(i));
-          if (!matches(entry, cursor, leaves)) return false;
+          if (static_cast<size_t>(PyList_GET_SIZE(object)) != node.children) return false;
+          const auto entry = py::reinterpret_borrow<py::object>(
+              PyList_GET_ITEM(object, static_cast<Py_ssize_t>(i)));
+          if (!matches(entry.ptr(), cursor, leaves)) return false;
         }
         return true;
       }

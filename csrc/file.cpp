@@ -98,9 +98,14 @@ File File::create(const std::string& path, Direct direct) {
 }
 
 File File::open(const std::string& path, Direct direct) {
-  const int descriptor = persist([&] { return ::open(path.c_str(), O_RDONLY | O_CLOEXEC); });
+  // Does not wait for whoever writes to a pipe; for a file the flag means nothing.
+  const int descriptor =
+      persist([&] { return ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK); });
   if (descriptor < 0) throw IoError(errno, "open", path);
   File file(descriptor, path);
+  struct stat status = {};
+  if (::fstat(descriptor, &status) != 0) throw IoError(errno, "fstat", path);
+  if (!S_ISREG(status.st_mode)) throw IoError(EINVAL, "open", path, "not a regular file");
   file.start_direct(direct);
   return file;
 }

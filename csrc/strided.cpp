@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 
 namespace pyckpt {
 namespace {
+
+constexpr size_t kPlacesMax = size_t{1} << 26;  // a gigabyte of them
 
 // `count` runs of `Size` bytes. A size known to the compiler makes each copy one load and one
 // store.
@@ -164,6 +167,9 @@ std::shared_ptr<const Strided> Strided::split(uint64_t gap_max, std::vector<Plac
   }
   places->assign(1, Place{0, 0});
   for (size_t d = 0; d < outer; ++d) {
+    if (dimensions_[d].size > kPlacesMax / places->size()) {
+      throw std::invalid_argument("the box is cut into more pieces than can be read");
+    }
     std::vector<Place> finer;
     finer.reserve(places->size() * dimensions_[d].size);
     for (const Place& place : *places) {

@@ -39,7 +39,8 @@ class Strided {
   uint64_t memory_bytes() const;
 
   // The box cut up at the dimensions whose gaps are wider than `gap_max`: one box for all pieces,
-  // and where each begins, in the file and in memory.
+  // and where each begins, in the file and in memory. Throws std::invalid_argument for far too
+  // many.
   struct Place {
     uint64_t file_offset;
     uint64_t memory_offset;

@@ -32,6 +32,7 @@ from pyckpt.engine import Engine, default_engine
 from pyckpt.errors import CheckpointReplaced, CorruptCheckpoint, PyckptError
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
+from pyckpt.format.files import check_regular
 from pyckpt.format.item import (
     HEAD_BYTES,
     TAIL_BYTES,
@@ -303,7 +304,9 @@ class _Load:
         expected = metadata_format.data_files(self.metadata)
         for name in sorted(names):
             path = self.reader.path / name
-            found = path.stat().st_size
+            status = path.stat()
+            check_regular(status, path)
+            found = status.st_size
             if found != expected[name]:
                 raise CorruptCheckpoint(
                     f"{path} has {found} bytes, and {expected[name]} were saved",
@@ -510,6 +513,8 @@ class _Load:
         batch: list[tuple[ReadItem, StorageInfo, bytearray]] = []
         size = 0
         for i, (item, info) in enumerate(reads):
+            if info.length > _TEMPORARY_BYTES:
+                self.check_ends(item, info)
             buffer = bytearray(info.length)
             batch.append((item, info, buffer))
             size += info.length
@@ -524,6 +529,17 @@ class _Load:
                 self.check_bytes(item, info, buffer)
                 load(item, io.BytesIO(buffer))
             batch, size = [], 0
+
+    def check_ends(self, item: ReadItem, info: StorageInfo) -> None:
+        """Raise unless an item is an archive, before there is memory for all of it: a file with
+        holes may be of any size."""
+        head, tail = bytearray(4), bytearray(_ARCHIVE_END_MAX)
+        job, file = self.open(info.relative_path)
+        job.add_buffer(file, info.offset, head)
+        job.add_buffer(file, info.offset + info.length - len(tail), tail)
+        self.flush()
+        if head != b"PK\3\4" or b"PK\5\6" not in tail:
+            raise _damaged(item, info, self.reader.path, "not a saved object")
 
     def check_bytes(self, item: ReadItem, info: StorageInfo, data: bytearray) -> None:
         key = item.storage_index.fqn
@@ -554,6 +570,9 @@ class _Load:
         except CorruptCheckpoint as error:
             info = self.metadata.storage_data[item.storage_index]
             raise _damaged(item, info, self.reader.path, "not a readable tensor") from error
+        if not isinstance(tensor, torch.Tensor) or tensor.shape != self.chunk_size(item):
+            info = self.metadata.storage_data[item.storage_index]
+            raise _damaged(item, info, self.reader.path, "not a tensor of its size")
         if is_special(tensor) or not is_plain_type(tensor):
             take = getattr(self.planner, "take", None)
             if take is not None and take(item, tensor):
@@ -580,6 +599,7 @@ class _Load:
 
 
 _ENDS_AT_A_TIME = 4096
+_ARCHIVE_END_MAX = 22 + (1 << 16)  # of an archive's last record, which may end in a comment
 # What `recorded` returns for an item that another writer wrote.
 _UNRECORDED = Payload(-1, 0, torch.uint8, (), (), None)
 

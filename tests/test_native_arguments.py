@@ -1,0 +1,109 @@
+"""The native module, called with anything: an exception, and the process lives on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pyckpt
+from pyckpt import _C
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Any:
+    (tmp_path / "file").write_bytes(bytes(range(256)) * 16)
+    native = pyckpt.Engine(slot_bytes=65536, max_pinned_bytes=65536, io_threads=1).native
+    read = _C.ReadJob(native)
+    assert read.add_file(os.fsencode(tmp_path / "file")) == 0
+    return read
+
+
+@pytest.mark.parametrize("file", [1, 5, 1 << 40])
+def test_read_job_knows_its_files(job: Any, file: int) -> None:
+    with pytest.raises(ValueError, match="no file of this number"):
+        job.add_buffer(file, 0, bytearray(10))
+    with pytest.raises(ValueError, match="no file of this number"):
+        job.add_tensor(file, 0, torch.zeros(3))
+    job.run()
+    with pytest.raises(ValueError, match="no file of this number"):  # they went with the run
+        job.add_buffer(0, 0, bytearray(10))
+
+
+@pytest.mark.parametrize("offset", [(1 << 64) - 10, 1 << 63, (1 << 63) - 50])
+def test_read_job_offsets_do_not_wrap(job: Any, offset: int) -> None:
+    with pytest.raises(ValueError, match="beyond the end of any file"):
+        job.add_buffer(0, offset, bytearray(100))
+    with pytest.raises(ValueError, match="beyond the end of any file"):
+        job.add_tensor(0, offset, torch.zeros(25))
+
+
+@pytest.mark.parametrize(
+    "stride",
+    [(0, 1), (-4, 1), (4, 0), (1, 4), (3, 1), (1 << 62, 1), (1 << 61, 1), ((1 << 63) - 1, 1), (4,)],
+)
+def test_read_job_strides(job: Any, stride: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="file_stride"):
+        job.add_tensor(0, 0, torch.zeros(4, 4), list(stride))
+
+
+def test_read_job_strides_of_one(job: Any) -> None:
+    """Of a dimension with one element, they say nothing."""
+    tensor = torch.zeros(1, 4, 1)
+    job.add_tensor(0, 0, tensor, [0, 2, -7])
+    job.run()
+    whole = torch.frombuffer(bytearray(bytes(range(256)) * 16), dtype=torch.float32)
+    assert torch.equal(tensor.flatten(), whole[:8:2])
+
+
+def too_deep(make: Callable[[Any], Any]) -> Any:
+    value: Any = make(None)
+    for _ in range(100_000):
+        value = make(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    "make", [lambda v: {"a": v}, lambda v: [v], lambda v: (v,)], ids=["dict", "list", "tuple"]
+)
+def test_deep_containers(make: Callable[[Any], Any]) -> None:
+    deep = too_deep(make)
+    with pytest.raises(RecursionError):
+        _C.StorageSet().add(deep)
+    if not isinstance(deep, tuple):
+        with pytest.raises(RecursionError):
+            _C.StateTree({"a": deep})
+
+
+def test_containers_that_hold_themselves() -> None:
+    in_dict: dict[str, Any] = {}
+    in_dict["a"] = in_dict
+    in_list: list[Any] = []
+    in_list.append(in_list)
+    for cyclic in (in_dict, in_list):
+        with pytest.raises(RecursionError):
+            _C.StorageSet().add(cyclic)
+        with pytest.raises(RecursionError):
+            _C.StateTree({"a": cyclic})
+
+
+def test_keys_that_change_what_they_are_in() -> None:
+    armed: list[dict[Any, Any]] = []
+
+    class Key(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            for changing in armed:
+                changing.clear()
+            return str.__eq__(self, other)
+
+    tree = _C.StateTree({Key("a"): torch.ones(1), Key("b"): [torch.ones(1)]})
+    changing = {Key("a"): torch.ones(1), Key("b"): [torch.ones(1)]}
+    assert tree.match(changing) is not None
+    armed.append(changing)
+    assert tree.match(changing) is None
