@@ -22,7 +22,7 @@ def save(state: dict[str, Any], path: Path) -> None:
 
 def load_stock_file(state: dict[str, Any], path: Path, **options: Any) -> LoadReport:
     """Load with our planner and stock's reader."""
-    return load(state, reader=FileSystemReader(path), **options)
+    return load(state, reader=FileSystemReader(path), trust_metadata=True, **options)
 
 
 def round_trip(

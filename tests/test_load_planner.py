@@ -415,7 +415,7 @@ def test_failed_load_leaves_no_uninitialised_tensors(tmp_path: Path) -> None:
 
     state: dict[str, Any] = {"m": {"a": None}}
     with pytest.raises(OSError, match="no"):
-        load(state, reader=Failing(tmp_path))
+        load(state, reader=Failing(tmp_path), trust_metadata=True)
     assert state == {"m": {"a": None, "b": None}}
 
 
@@ -572,13 +572,13 @@ def test_report_takes_the_readers_word(tmp_path: Path) -> None:
 
         unverified = ("a",)
 
-    report = load({"a": torch.zeros(3)}, reader=Counting(tmp_path))
+    report = load({"a": torch.zeros(3)}, reader=Counting(tmp_path), trust_metadata=True)
     assert (report.bytes, report.not_verified) == (4096, ["a"])
 
 
 def test_load_warns_of_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     save({"a": 1}, tmp_path)
-    load({"a": 0}, tmp_path, reader=FileSystemReader("elsewhere"))
+    load({"a": 0}, tmp_path, reader=FileSystemReader("elsewhere"), trust_metadata=True)
     assert not recwarn.list
 
 
@@ -589,7 +589,7 @@ def test_load_needs_somewhere_to_load_from() -> None:
 
 def test_absent_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught:
-        load({"a": 0}, reader=FileSystemReader(tmp_path / "none"))
+        load({"a": 0}, reader=FileSystemReader(tmp_path / "none"), trust_metadata=True)
     assert caught.value.filename == str(tmp_path / "none" / ".metadata")
 
 
@@ -603,9 +603,9 @@ def test_errors_of_the_metadata_keep_their_class(tmp_path: Path) -> None:
             raise FileNotFoundError(errno.ENOENT, "gone", "p")
 
     with pytest.raises(CorruptCheckpoint, match="damaged"):
-        load({"a": 0}, reader=Damaged(tmp_path))
+        load({"a": 0}, reader=Damaged(tmp_path), trust_metadata=True)
     with pytest.raises(FileNotFoundError, match="gone"):
-        load({"a": 0}, reader=WithoutRankFiles(tmp_path))
+        load({"a": 0}, reader=WithoutRankFiles(tmp_path), trust_metadata=True)
 
 
 def test_any_failure_is_an_exception(tmp_path: Path) -> None:
@@ -625,7 +625,7 @@ def test_interrupts_are_not_swallowed(tmp_path: Path) -> None:
 
     save({"a": 1}, tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        load({"a": 0}, reader=Interrupted(tmp_path))
+        load({"a": 0}, reader=Interrupted(tmp_path), trust_metadata=True)
 
 
 @pytest.mark.parametrize(
@@ -708,7 +708,7 @@ class Breaks(FileSystemReader):
 def fail_on_ranks(path: Path) -> None:
     def failure(errors: dict[int, Exception]) -> Exception:
         with pytest.raises(Exception) as caught:  # noqa: PT011
-            load({"a": torch.zeros(3)}, reader=Breaks(path / "c", errors))
+            load({"a": torch.zeros(3)}, reader=Breaks(path / "c", errors), trust_metadata=True)
         return caught.value
 
     one = failure({1: CorruptCheckpoint("bad", key="a")})
@@ -731,10 +731,10 @@ def fail_on_ranks(path: Path) -> None:
 
     state = {"a": torch.zeros(3), **({"zz": 1} if torch.distributed.get_rank() else {})}
     with pytest.raises(LoadError, match=r"^rank 1: .*zz") as missing:
-        load(state, reader=FileSystemReader(path / "c"))
+        load(state, reader=FileSystemReader(path / "c"), trust_metadata=True)
     assert missing.value.missing == ("zz",)
     with pytest.raises(FileNotFoundError, match="ranks 0, 1"):
-        load({"a": torch.zeros(3)}, reader=FileSystemReader(path / "none"))
+        load({"a": torch.zeros(3)}, reader=FileSystemReader(path / "none"), trust_metadata=True)
 
 
 class Picky(Exception):
@@ -747,7 +747,9 @@ class Picky(Exception):
 def fail_with_an_own_class(path: Path) -> None:
     for errors in ({0: Picky("f", 1)}, {1: Picky("f", 1)}):
         with pytest.raises(LoadError, match="Picky: f:1"):
-            load({"a": torch.zeros(3)}, reader=Breaks(path / "c", dict(errors)))
+            load(
+                {"a": torch.zeros(3)}, reader=Breaks(path / "c", dict(errors)), trust_metadata=True
+            )
 
 
 def test_errors_that_do_not_pickle_reach_all_ranks(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, overload
@@ -14,6 +14,7 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -28,6 +29,7 @@ from pyckpt.dcp.renaming import Rename, moved, renamed
 from pyckpt.dcp.report import LoadReport
 from pyckpt.dcp.whole import decode_in_place
 from pyckpt.errors import CheckpointReplaced, LoadError
+from pyckpt.format.paths import paths
 
 __all__ = ["load"]
 
@@ -60,6 +62,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     reader: StorageReader | None = None,
+    trust_metadata: bool = False,
 ) -> LoadReport: ...
 
 
@@ -78,6 +81,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     reader: StorageReader | None = None,
+    trust_metadata: bool = False,
 ) -> LoadReport | dict[str, Any]:
     """Load a checkpoint into ``state_dict``, in place, and say what was done.
 
@@ -102,12 +106,15 @@ def load(
         process_group: the ranks that load together, default all.
         no_dist: load in this process alone, whether or not `torch.distributed` is initialised.
         reader: a StorageReader to use instead of `DirectReader`.
+        trust_metadata: take a ``reader`` that unpickles the checkpoint's metadata as it is, as
+            PyTorch's ``FileSystemReader`` does, which runs whatever code the file holds.
 
     Returns:
         What this rank loaded, created, converted, kept and left out; of a directory alone, all of
         it.
 
     Raises:
+        ValueError: neither path nor reader is given, or a reader that is not to be trusted.
         OSError: a file is missing or cannot be read.
         CorruptCheckpoint: bytes are not those that were saved.
         UnsafeCheckpoint: the checkpoint contains a class or function that is not allowed.
@@ -127,6 +134,11 @@ def load(
         from pyckpt.dcp.reader import DirectReader
 
         reader = DirectReader(path, verify=verify)
+    elif _unpickles(reader) and not trust_metadata:
+        raise ValueError(
+            f"{type(reader).__name__} unpickles the metadata, which runs whatever code "
+            "it holds; leave the reader out, or pass trust_metadata=True for a file that you trust"
+        )
     elif path is not None:
         reader.reset(path)
     alone = no_dist or not dist.is_available() or not dist.is_initialized()
@@ -182,10 +194,13 @@ def _is_replaced(failure: CheckpointException) -> bool:
 def _renamed(state_dict: dict[str, Any], rename: Rename | None, metadata: Metadata) -> Metadata:
     if rename is None:
         return metadata
-    recorded = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
-    before = {key: tuple(recorded.get(key) or (key,)) for key in metadata.state_dict_metadata}
     names = {str(key) for key in state_dict}
-    return renamed(metadata, before, lambda key, path: moved(key, path, rename(key), names))
+    return renamed(metadata, paths(metadata), lambda key, path: moved(key, path, rename(key), names))
+
+
+def _unpickles(reader: StorageReader) -> bool:
+    """Whether a reader reads metadata as stock does; one made from it may have its own way."""
+    return getattr(type(reader), "read_metadata", None) is FileSystemReader.read_metadata
 
 
 def _is_stateful(value: Any) -> bool:
