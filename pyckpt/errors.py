@@ -32,11 +32,27 @@ __all__ = [
     "StagerBusy",
     "Superseded",
     "UnsafeCheckpoint",
+    "printable",
 ]
 
 
 class PyckptError(Exception):
-    """Base class of the errors that pyckpt defines."""
+    """Base class of the errors that pyckpt defines.
+
+    What a message quotes may come from a file that is not to be trusted, such as a key: what is no
+    printable character is shown as Python's escape of it, so that it cannot act on a terminal, or
+    look like another line of a log.
+    """
+
+    def __init__(self, message: str = "", *more: object) -> None:
+        super().__init__(printable(message), *more)
+
+
+def printable(text: str) -> str:
+    """The text, with escapes in the place of what is no printable character."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class CorruptCheckpoint(PyckptError):

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from pyckpt.errors import printable
+
 __all__ = ["Conversion", "Difference", "LoadReport", "Replacement"]
 
 _NAMES_SHOWN = 3
@@ -117,7 +119,7 @@ class LoadReport:
 
 def some(names: Iterable[object], limit: int = _NAMES_SHOWN) -> str:
     """Join the first ``limit`` of ``names`` and say how many more there are."""
-    shown = [str(name) for name in names]
+    shown = [printable(str(name)) for name in names]
     rest = len(shown) - limit
     text = ", ".join(shown[:limit])
     return f"{text} and {rest} more" if rest > 0 else text
