@@ -26,6 +26,8 @@ SYNCS = "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION"
 COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
 NVTX = "NVTX_EVENTS"
 
+_TEXTS = ("name", "text", "value")
+
 # Table -> the prefix of its names, and their rest by id.
 _DOCUMENTED: Mapping[str, tuple[str, Mapping[int, str]]] = {
     "ENUM_CUDA_MEMCPY_OPER": (
@@ -91,7 +93,9 @@ class Database:
             self._tables = {
                 name
                 for (name,) in self._connection.execute(
-                    "SELECT name FROM sqlite_master WHERE type IN ('table', 'view')"
+                    # Not what computes its rows, which may be without end.
+                    "SELECT name FROM sqlite_master WHERE type = 'table' "
+                    "AND sql NOT LIKE 'CREATE VIRTUAL%'"
                 )
             }
         except sqlite3.DatabaseError as error:
@@ -123,12 +127,35 @@ class Database:
         present = self.columns(table)
         if not present:
             return
+        self._check_types(table, columns, present)
         # "end" is a keyword of SQL.
         chosen = ", ".join(f'"{name}"' if name in present else "NULL" for name in columns)
         condition = f" WHERE {where}" if where else ""
         yield from self._connection.execute(
             f"SELECT {chosen} FROM {table}{condition}", tuple(parameters)
         )
+
+    def _check_types(self, table: str, columns: Sequence[str], present: frozenset[str]) -> None:
+        """Raise unless columns hold what nsys puts there. SQLite itself takes anything."""
+        for name in columns:
+            if name not in present:
+                types: tuple[str, ...] = ()
+            elif name in _TEXTS:
+                types = ("text", "null")
+            elif name == "start" or (name == "end" and table != NVTX):
+                types = ("integer",)
+            else:
+                types = ("integer", "null")
+            if name in ("start", "end") and not types:
+                raise ValueError(f"{self.path}: {table} has no column {name}")
+            listed = ", ".join(f"'{one}'" for one in types)
+            if (
+                types
+                and self._connection.execute(
+                    f'SELECT 1 FROM {table} WHERE typeof("{name}") NOT IN ({listed}) LIMIT 1'
+                ).fetchone()
+            ):
+                raise ValueError(f"{self.path}: {table} has a {name} that is no {types[0]}")
 
     def strings(self, ids: set[int] | None = None) -> dict[int, str]:
         """The texts of ``StringIds``, all or those of ``ids``."""
@@ -155,6 +182,8 @@ def opened(path: Path) -> Iterator[Database]:
         database = Database(export)
         try:
             yield database
+        except sqlite3.DatabaseError as error:
+            raise ValueError(f"{path}: a damaged SQLite database ({error})") from error
         finally:
             database.close()
 
