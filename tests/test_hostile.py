@@ -1,29 +1,36 @@
-"""Files that someone made to do harm: each is refused, in bounded time and memory."""
+"""Metadata that someone made to do harm: it is refused, in bounded time and memory."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import pickle
 import random
 import struct
 import tracemalloc
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _hostile import (
+    DCP,
+    MANY,
+    Box,
+    at,
+    described,
+    load,
+    name_of,
+    nested,
+    place,
+    saved,
+    text,
+    write,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata
 
 import pyckpt
 from pyckpt import _C
@@ -31,59 +38,7 @@ from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format import metadata as metadata_format
 from pyckpt.format.paths import path_of
 
-DCP = "torch.distributed.checkpoint.metadata"
-NAME = "__0_0.distcp"
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def saved(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
-def described(
-    size: Sequence[int], chunks: Sequence[Box] | None = None, dtype: torch.dtype = torch.float32
-) -> TensorStorageMetadata:
-    boxes = [((0,) * len(size), tuple(size))] if chunks is None else chunks
-    return TensorStorageMetadata(
-        TensorProperties(dtype=dtype),
-        torch.Size(size),
-        [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes],
-    )
-
-
-def place(offset: int, length: int, name: str = NAME, **extra: Any) -> Any:
-    info = metadata_format.StorageInfo(name, offset, length)
-    vars(info).update(extra)
-    return info
-
-
-def at(key: str, *offsets: int, number: int = 0) -> MetadataIndex:
-    return MetadataIndex(key, torch.Size(offsets), number)
-
-
-def write(
-    directory: Path,
-    state: Mapping[str, Any],
-    storage: Mapping[Any, Any] | None,
-    data: bytes | None = b"",
-    paths: Any = None,
-) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    content = metadata_format.encode(Metadata(dict(state), paths, storage))
-    (directory / ".metadata").write_bytes(content)
-    if data is not None:
-        (directory / NAME).write_bytes(data)
-    return directory
-
-
-def load(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
-    pyckpt.load(state, directory)
-    return state
-
-
-# --- chunks that are not the tensor ---------------------------------------------------------------
+# --- chunks that are not the tensor --------------------------------------------------------------
 
 GAPS: dict[str, tuple[tuple[int, ...], list[Box]]] = {
     "overlap in a row": ((8,), [((0,), (4,)), ((1,), (4,))]),
@@ -236,6 +191,8 @@ def test_chunks_that_cannot_be_compared_are_refused() -> None:
     for _ in range(2000):
         i, dim = numbers.randrange(len(boxes)), numbers.randrange(dims)
         offsets, sizes = boxes[i]
+        if sizes[dim] == 1:
+            continue
         here = numbers.randrange(1, sizes[dim])
         boxes[i] = offsets, (*sizes[:dim], here, *sizes[dim + 1 :])
         offsets = (*offsets[:dim], offsets[dim] + here, *offsets[dim + 1 :])
@@ -244,18 +201,9 @@ def test_chunks_that_cannot_be_compared_are_refused() -> None:
         _C.is_tiling((1000,) * dims, *map(list, zip(*boxes, strict=True)))
 
 
-# --- pickles that are bombs -----------------------------------------------------------------------
+# --- pickles that are bombs ----------------------------------------------------------------------
 
 
-def name_of(module: str, name: str) -> bytes:
-    return b"c" + module.encode() + b"\n" + name.encode() + b"\n"
-
-
-def text(value: str) -> bytes:
-    return b"X" + struct.pack("<I", len(value)) + value.encode()
-
-
-MANY = 200_000
 INDEX = name_of(DCP, "MetadataIndex") + b")\x81}" + text("fqn")
 BOMBS: dict[str, bytes] = {
     "a tuple of tuples as a key": b"\x80\x02}" + b")" + b"\x85" * MANY + b"Ns.",
@@ -355,20 +303,13 @@ def test_scan_takes_what_pickle_writes(what: str, protocol: int) -> None:
             _C.scan_pickle(data[:end], depth=100, work_per_byte=64)
 
 
-def nested(depth: int) -> Any:
-    value: Any = 1
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
 def test_scan_counts_depth() -> None:
     assert _C.scan_pickle(pickle.dumps(nested(100)), depth=100, work_per_byte=64)
     with pytest.raises(ValueError, match="nested more than 100 deep"):
         _C.scan_pickle(pickle.dumps(nested(101)), depth=100, work_per_byte=64)
 
 
-# --- names, places and paths ----------------------------------------------------------------------
+# --- names, places and paths ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["/etc/hostname", "../" * 20 + "etc/hostname", "a/../../x"])

@@ -27,7 +27,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from pyckpt.dcp import objects
-from pyckpt.errors import CorruptCheckpoint, PyckptError
+from pyckpt.errors import CorruptCheckpoint, PyckptError, printable
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
 from pyckpt.format.files import check_regular, open_regular, read_regular
@@ -244,7 +244,9 @@ class Catalog:
         # read must not keep the others from being found.
         except (Exception, MemoryError) as error:
             _logger.debug("%s cannot be read", path, exc_info=True)
-            return DirectoryEntry(path, step, "damaged", f"{type(error).__name__}: {error}")
+            return DirectoryEntry(
+                path, step, "damaged", printable(f"{type(error).__name__}: {error}")
+            )
 
     def _examine(self, step: int, path: Path, verify: bool) -> DirectoryEntry:
         try:

@@ -15,7 +15,7 @@ from pyckpt.train.saved import Path, Policy, Rank, Tree
 
 __all__ = ["PerRank", "RankEntry", "RankState", "Unfit", "check_complete"]
 
-_KEY = re.compile(r"rank-(\d+)-of-(\d+)")
+_KEY = re.compile(r"rank-([0-9]{5,18})-of-([0-9]{5,18})")
 _ALL = "all-ranks"
 Merge = Callable[[list[Any], int, int], Any]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from pyckpt.errors import CorruptCheckpoint
 from pyckpt.train.per_rank import RankState
 from pyckpt.train.saved import Policy, Rank
 
@@ -53,7 +54,7 @@ class RngState(RankState):
             elif name == "numpy":
                 numpy = sys.modules.get("numpy")
                 if numpy is not None:
-                    _set_or_seed(numpy.random.set_state, _numpy_seed, value)
+                    _set_or_seed(_set_numpy, _numpy_seed, value)
             elif name == "cuda" and torch.cuda.is_available():
                 _set_or_seed(
                     lambda value: _set_cuda(value, state.get("cuda_current", 0)),
@@ -87,6 +88,20 @@ def _set_or_seed(set_state: Any, seed: Any, value: Any) -> None:
         seed(int(value))
     else:
         set_state(value)
+
+
+def _set_numpy(state: Any) -> None:
+    # NumPy takes any position in a block of numbers, and reads the next one from there.
+    if isinstance(state, Mapping):  # of a generator that a program has put in the usual one's place
+        inner = state.get("state")
+        places = [(inner.get("pos", 0), 624)] if isinstance(inner, Mapping) else []
+        places.append((state.get("buffer_pos", 0), 4))
+    else:
+        places = [(state[2], 624)]
+    for at, end in places:
+        if not 0 <= at <= end:
+            raise CorruptCheckpoint(f"NumPy's generator would be at {at} of {end} numbers")
+    sys.modules["numpy"].random.set_state(state)
 
 
 def _numpy_seed(seed: int) -> None:
