@@ -28,6 +28,7 @@ from pyckpt.train.advice import Advice
 from pyckpt.train.agreement import Agreement, Facts, GroupAgreement, LocalAgreement
 from pyckpt.train.arguments import directory_of, metrics_of, state_of, step_of
 from pyckpt.train.catalog import Catalog, CheckpointInfo, DirectoryEntry
+from pyckpt.train.envelopes import verify_envelopes
 from pyckpt.train.fence import Fence
 from pyckpt.train.handle import SaveHandle
 from pyckpt.train.pieces import verify
@@ -628,6 +629,7 @@ class Checkpointer:
 
     def _verify(self, path: Path, metadata: Any) -> None:
         verify(path, metadata, engine=self._engine)
+        verify_envelopes(path, metadata)
         rehearse(path, metadata)
 
     # --- the end ----------------------------------------------------------------------------------

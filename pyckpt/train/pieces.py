@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from pyckpt import _C
 from pyckpt.engine import Engine, default_engine
 from pyckpt.errors import CorruptCheckpoint
+from pyckpt.format.files import check_regular, open_regular
 from pyckpt.format.metadata import StorageInfo
 
-__all__ = ["PIECE_BYTES", "Stored", "read_pieces", "stored", "verify"]
+__all__ = ["PIECE_BYTES", "Stored", "Window", "read_pieces", "stored", "verify"]
 
 PIECE_BYTES = 16 << 20
 # A piece on its way in, one that waits, one that is being used, and one to spare.
@@ -125,7 +126,9 @@ def _aligned(length: int) -> int:
 
 
 def _check_length(payload: Stored) -> None:
-    found = payload.path.stat().st_size
+    status = payload.path.stat()
+    check_regular(status, payload.path)
+    found = status.st_size
     if found < payload.offset + payload.length:
         raise CorruptCheckpoint(
             f"{payload.path} has {found} bytes, and {payload.key} lies beyond them",
@@ -197,8 +200,8 @@ def _share(
 
 def _verify_archive(key: str, path: Path, info: StorageInfo) -> bool:
     """Whether there were checksums to compare."""
-    with path.open("rb") as file:
-        window = _Window(file, info.offset, info.length)
+    with open_regular(path) as file:
+        window = Window(file, info.offset, info.length)
         if window.read(4) != b"PK\3\4":
             return False
         try:
@@ -206,7 +209,9 @@ def _verify_archive(key: str, path: Path, info: StorageInfo) -> bool:
                 # All zero: written with torch.serialization.set_crc32_options(False).
                 written = any(record.CRC for record in archive.infolist())
                 damaged = archive.testzip() if written else None
-        except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError) as error:
+        except OSError:
+            raise
+        except Exception as error:  # a damaged archive fails in any way that zipfile can
             damaged = str(error)
     if damaged is not None:
         raise CorruptCheckpoint(
@@ -218,7 +223,7 @@ def _verify_archive(key: str, path: Path, info: StorageInfo) -> bool:
     return written
 
 
-class _Window(RawIOBase):
+class Window(RawIOBase):
     """A part of a file, as a file."""
 
     def __init__(self, file: BufferedReader, offset: int, length: int) -> None:
@@ -232,8 +237,11 @@ class _Window(RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = (0, self._at, self._length)[whence] + offset
-        return self._at
+        at = (0, self._at, self._length)[whence] + offset
+        if at < 0:
+            raise ValueError("a place before the first byte")
+        self._at = at
+        return at
 
     def tell(self) -> int:
         return self._at
