@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ import torch
 from pyckpt.dcp.load import load
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.reader import DirectReader
+from pyckpt.format.paths import paths
 
 __all__ = ["load_all", "to_torch"]
 
@@ -27,10 +28,7 @@ def load_all(
     """What was saved, in dicts and lists as it was then; each process loads for itself."""
     reader = DirectReader(path, verify=verify)
     metadata = reader.read_metadata()
-    recorded = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
-    names = dict.fromkeys(
-        str((recorded.get(key) or (key,))[0]) for key in metadata.state_dict_metadata
-    )
+    names = dict.fromkeys(str(path[0]) for path in paths(metadata).values())
     state: dict[str, Any] = dict.fromkeys(names)
     load(state, reader=reader, allow=allow, device=device, no_dist=True)
     return state

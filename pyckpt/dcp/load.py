@@ -195,7 +195,9 @@ def _renamed(state_dict: dict[str, Any], rename: Rename | None, metadata: Metada
     if rename is None:
         return metadata
     names = {str(key) for key in state_dict}
-    return renamed(metadata, paths(metadata), lambda key, path: moved(key, path, rename(key), names))
+    return renamed(
+        metadata, paths(metadata), lambda key, path: moved(key, path, rename(key), names)
+    )
 
 
 def _unpickles(reader: StorageReader) -> bool:
