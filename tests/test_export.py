@@ -21,6 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import pyckpt
 from pyckpt.errors import CorruptCheckpoint
+from pyckpt.format import commit
 from pyckpt.train import export as export_module
 from pyckpt.train import pieces
 from pyckpt.train.export import _split, export
@@ -134,6 +135,7 @@ def other_model() -> dict[str, torch.Tensor]:
 
 def _killed(_pipe: Pipe, checkpoint: Path, out: Path, call: str, after: int, size: str) -> None:
     """Die at the n-th call of a function of os."""
+    commit.make_directory(out, sync=True)  # it is synced once a process, which is not meant here
     owner = os if call == "fsync" else Path  # of Python 3.10, which does not call os by name
     real = getattr(owner, call)
     count = 0

@@ -335,7 +335,8 @@ def _object(path: Path, info: metadata_format.StorageInfo) -> Any:
     if info.length > _NOTE_MAX:
         raise ValueError(f"it has {info.length} bytes")
     with open_regular(path / info.relative_path) as file:
-        data = io.BytesIO(os.pread(file.fileno(), info.length, info.offset))
+        file.seek(info.offset)
+        data = io.BytesIO(file.read(info.length))
     return objects.load(data, NOTE_KEY, device=torch.device("cpu"))
 
 
