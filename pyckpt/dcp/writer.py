@@ -147,6 +147,10 @@ class DirectWriter(StorageWriter):
         failed before it came to that, and where another process made it. The future that DCP gives
         is done when the checkpoint is committed."""
 
+    _is_fenced = False
+    """Whether a class made from this one sees to it that no other process saves where it does, so
+    that nobody has to wait for one that hangs."""
+
     @property
     def path(self) -> Path:
         """Directory of the checkpoint."""
@@ -505,9 +509,10 @@ class DirectWriter(StorageWriter):
         commits."""
         return {commit.data_file_name(rank, part.save_id) for rank, part in self._parts.items()}
 
-    def _turn(self) -> AbstractContextManager[None]:
+    def _turn(self, *, shared: bool = False) -> AbstractContextManager[None]:
         # Where each rank commits for itself, none removes what is not its own.
-        return turn(self.path) if self._use_collectives else nullcontext()
+        alone = self._is_fenced or not self._use_collectives
+        return nullcontext() if alone else turn(self.path, shared=shared)
 
     def _forget_data_file(self) -> None:
         claim, self._claim = self._claim, None
@@ -534,7 +539,7 @@ class DirectWriter(StorageWriter):
             known = None if ours is None else ours.known
             notes: Notes | None = None if known is None else known.notes.get(_NOTES)
             expected = expected_size(plan) if notes is None else notes.expected_size
-            with turn(self.path, shared=True):
+            with self._turn(shared=True):
                 self._job = job = _C.WriteJob(
                     engine.native,
                     os.fsencode(self._data_file),
@@ -543,8 +548,9 @@ class DirectWriter(StorageWriter):
                     preallocate=expected,
                 )
                 try:
-                    self._claim = Claim(self._data_file)
-                    _claims.add(self._claim)
+                    if not self._is_fenced:
+                        self._claim = Claim(self._data_file)
+                        _claims.add(self._claim)
                 except BaseException:
                     job.abandon()
                     raise

@@ -162,6 +162,8 @@ class ReportingWriter(DirectWriter):
         options: as for DirectWriter.
     """
 
+    _is_fenced = True
+
     def __init__(
         self,
         path: Path,
