@@ -60,17 +60,37 @@ if release(torch.__version__) < TORCH_MIN:
         f"then: {HOW}"
     )
 
+
+def find_toolkit() -> Path | None:
+    """One that has compiler and headers. Torch looks beside the nvcc on the PATH, which may be a
+    link, or a script, far from the toolkit."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if named:
+        candidates = [Path(named)]
+    else:
+        found = shutil.which("nvcc")
+        candidates = (
+            [Path(found).parent.parent, Path(found).resolve().parent.parent] if found else []
+        )
+        candidates.append(Path("/usr/local/cuda"))
+    for home in candidates:
+        headers = [home / "include", *home.glob("targets/*/include")]
+        if (home / "bin" / "nvcc").exists() and any(
+            (h / "cuda_runtime.h").exists() for h in headers
+        ):
+            return home
+    return None
+
+
+toolkit = find_toolkit()
+if toolkit is not None:
+    os.environ["CUDA_HOME"] = str(toolkit)  # torch reads it once, when this is imported:
+
 from torch.utils.cpp_extension import (  # noqa: E402
-    CUDA_HOME,
     BuildExtension,
     CppExtension,
     CUDAExtension,
 )
-
-
-def nvcc() -> Path | None:
-    path = Path(CUDA_HOME or "/nowhere") / "bin" / "nvcc"
-    return path if path.exists() else None
 
 
 def with_cuda() -> bool:
@@ -81,7 +101,7 @@ def with_cuda() -> bool:
         reason
         for reason, is_missing in (
             (f"torch {torch.__version__} was built without CUDA", torch.version.cuda is None),
-            ("no CUDA toolkit with nvcc was found (set CUDA_HOME)", nvcc() is None),
+            ("no CUDA toolkit with nvcc and headers was found (set CUDA_HOME)", toolkit is None),
         )
         if is_missing
     ]
@@ -97,9 +117,9 @@ def with_cuda() -> bool:
 
 
 def check_toolkit() -> None:
-    compiler = nvcc()
-    assert compiler is not None
+    assert toolkit is not None
     assert torch.version.cuda is not None
+    compiler = toolkit / "bin" / "nvcc"
     said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     found = re.search(r"release (\d+\.\d+)", said.stdout)
     if found and release(found[1])[0] != release(torch.version.cuda)[0]:

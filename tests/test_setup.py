@@ -97,12 +97,7 @@ NO_TORCH = "sys.modules['torch'] = None"
 OLD_TORCH = "import torch; torch.__version__ = '2.8.1+cpu'"
 OLD_SETUPTOOLS = "import setuptools; setuptools.__version__ = '65.5.0'"
 NO_HEADERS = "import sysconfig; sysconfig.get_path = lambda *_: '/nowhere'"
-# Torch without CUDA has no toolkit either, wherever CUDA_HOME points.
-OTHER_CUDA = """
-import os, torch, torch.utils.cpp_extension
-torch.version.cuda = "99.0"
-torch.utils.cpp_extension.CUDA_HOME = os.environ["CUDA_HOME"]
-"""
+OTHER_CUDA = "import torch; torch.version.cuda = '99.0'"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +110,7 @@ torch.utils.cpp_extension.CUDA_HOME = os.environ["CUDA_HOME"]
         ("", {"CXX": "none++ -O3"}, "no C++ compiler 'none++ -O3'. Install one"),
         ("", {"PATH": "/nowhere", "CXX": ""}, "no C++ compiler 'c++'. Install one"),
         ("", {"PYCKPT_CUDA": "yes"}, "PYCKPT_CUDA must be auto, 0 or 1, not 'yes'"),
-        (OTHER_CUDA, {"PYCKPT_CUDA": "1"}, "no CUDA toolkit with nvcc was found (set CUDA_HOME)"),
+        (OTHER_CUDA, {"PYCKPT_CUDA": "1"}, "no CUDA toolkit with nvcc and headers was"),
     ],
     ids=["setuptools", "torch", "old torch", "headers", "CXX", "compiler", "PYCKPT_CUDA", "nvcc"],
 )
@@ -130,24 +125,35 @@ def test_what_is_missing_is_said_and_what_to_do(
     assert "Traceback" not in done.stderr
 
 
-def fake_toolkit(tree: Path, release: str) -> str:
-    (tree / "bin").mkdir()
-    nvcc = tree / "bin" / "nvcc"
+def fake_toolkit(home: Path, release: str) -> Path:
+    (home / "bin").mkdir(parents=True)
+    (home / "include").mkdir()
+    (home / "include" / "cuda_runtime.h").touch()
+    nvcc = home / "bin" / "nvcc"
     nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
     nvcc.chmod(0o755)
-    return str(tree)
+    return home
 
 
-def test_a_toolkit_of_another_cuda_is_said(tree: Path) -> None:
+@pytest.mark.parametrize("by", ["CUDA_HOME", "a link on the PATH"])
+def test_a_toolkit_of_another_cuda_is_said(tree: Path, tmp_path: Path, by: str) -> None:
+    home = fake_toolkit(tmp_path / "toolkit", "12.4")
+    if by == "CUDA_HOME":
+        environment = {"CUDA_HOME": str(home)}
+    else:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "nvcc").symlink_to(home / "bin" / "nvcc")
+        path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
+        environment = {"CUDA_HOME": "", "CUDA_PATH": "", "PATH": path}
     done = setup(
         tree,
         *("-q", "build_ext", "--inplace"),
         before=OTHER_CUDA,
         PYCKPT_CUDA="auto",
-        CUDA_HOME=fake_toolkit(tree, "12.4"),
+        **environment,
     )
     assert done.returncode == 1
-    assert "nvcc is of CUDA 12.4" in done.stderr
+    assert f"{home}/bin/nvcc is of CUDA 12.4" in done.stderr
     assert "of CUDA 99.0. Set CUDA_HOME to a toolkit of CUDA 99.0, or PYCKPT_CUDA=0" in done.stderr
     assert "Traceback" not in done.stderr
 
