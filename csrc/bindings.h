@@ -85,7 +85,9 @@ class CurrentDevice {
  public:
   explicit CurrentDevice([[maybe_unused]] bool has_devices) {
 #ifdef PYCKPT_CUDA
-    if (has_devices) guard_.set_index(c10::cuda::current_device());
+    c10::DeviceIndex index = 0;
+    // Not in a forked child, which cannot use CUDA, nor where there is no driver.
+    if (has_devices && c10::cuda::GetDevice(&index) == cudaSuccess) guard_.set_index(index);
 #endif
   }
 

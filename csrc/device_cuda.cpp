@@ -18,9 +18,11 @@
 namespace pyckpt {
 namespace {
 
-// Between two copies a copy engine rests for one or two microseconds. Of the 40 that it takes for
-// 2 MiB over a bus of 50 GB/s that is little, of the 5 for 256 KiB a third. What is larger than
-// this is left to it, since the kernel takes multiprocessors, if few, from the program.
+// A copy by itself costs a call of the driver, and between two a copy engine rests for a
+// microsecond or two. Of the 40 that 2 MiB take over a bus of 50 GB/s that is little, of the 5 for
+// 256 KiB a third. What is larger is left to it, since the kernel takes multiprocessors, if few,
+// from the program. (Reckoned from what is known of such buses; benchmarks/gpu.py measures it on a
+// GPU.)
 constexpr size_t kPackMax = 2 << 20;
 
 // Points in queues that are made before they are needed: of a save that copies 1 GiB.

@@ -77,7 +77,7 @@ int main(int argc, char** argv) {
   for (const size_t capacity : {pyckpt::kPackTransfersSmall, pyckpt::kPackTransfers}) {
     must(pyckpt::load_pack(capacity), "load_pack");
   }
-  const int rounds = argc > 1 ? std::atoi(argv[1]) : 3;
+  const int rounds = argc > 1 ? std::atoi(argv[1]) : 1;
   size_t wrong = 0;
   size_t checked = 0;
   for (int round = 0; round < rounds; ++round) {
