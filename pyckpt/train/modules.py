@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from pyckpt.dcp.leaves import whole_size
 from pyckpt.dcp.report import some
 from pyckpt.errors import LoadError
 from pyckpt.train import values
@@ -286,5 +287,5 @@ def _has_other_shape(value: Any, saved: Any) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and isinstance(saved, TensorStorageMetadata)
-        and value.shape != saved.size
+        and whole_size(value) != saved.size
     )

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from pyckpt.dcp import objects
+from pyckpt.format.files import open_regular
 from pyckpt.train.per_rank import check_complete
 from pyckpt.train.saved import Tree, tree
 
@@ -36,7 +37,7 @@ def rehearse(directory: Path, metadata: Metadata) -> None:
             isinstance(saved, TensorStorageMetadata) and vars(info).get("payload_offset") == 0
         )
         if is_object or is_opaque:
-            with (directory / info.relative_path).open("rb") as file:
+            with open_regular(directory / info.relative_path) as file:
                 file.seek(info.offset)
                 data = io.BytesIO(file.read(info.length))
             objects.load(data, index.fqn, device=torch.device("cpu"))
