@@ -352,7 +352,7 @@ def _compiled(compiler: str, directory: Path) -> tuple[Path, Path]:
     engine = [
         path
         for path in (ROOT / "csrc").glob("*.cpp")
-        if not path.name.startswith(("bindings", "device_cuda"))
+        if not path.name.startswith("bindings") and not path.name.endswith("_cuda.cpp")
     ]
     objects = {path.stem: directory / f"{path.stem}.o" for path in engine}
     jobs: list[list[str | Path]] = [

@@ -24,6 +24,10 @@ PAGE = 4096
 SLOT = 4 * PAGE
 
 
+# What an engine as below has for its ring: two slots more than threads.
+RING = 5 * SLOT
+
+
 def engine(**options: Any) -> pyckpt.Engine:
     """One whose slots are so small that everything spans several."""
     options = {"slot_bytes": SLOT, "max_pinned_bytes": 64 << 20, "io_threads": 3, **options}

@@ -311,6 +311,8 @@ DATA = r"/__0_\w+\.distcp"
 
 # The directory is opened, and closed, twice to take a turn in it and to look for remains; and then
 # for a turn in which the data file is made.
+_TEMPORARY = r"/\.metadata\.[0-9a-f]{32}\.tmp"
+
 FAULTS = {
     "open-turn": Fault("openat:error=EMFILE:when=3", errno.EMFILE, "", ""),
     "open-claim": Fault("openat:error=EMFILE:when=5", errno.EMFILE, DATA, ""),
@@ -339,11 +341,11 @@ FAULTS = {
     "close-data": Fault("close:error=ENOSPC:when=4", errno.ENOSPC, DATA, "close failed"),
     "open-directory": Fault("openat:error=EMFILE:when=6", errno.EMFILE, "", "open failed"),
     "sync-directory": Fault("fsync:error=EIO:when=2", errno.EIO, "", "fsync failed"),
-    "open-metadata": Fault("openat:error=ENOSPC:when=8", errno.ENOSPC, r"/\.metadata\.tmp", ""),
-    "write-metadata": Fault("write:error=ENOSPC:when=1", errno.ENOSPC, r"/\.metadata\.tmp", ""),
-    "sync-metadata": Fault("fsync:error=EIO:when=3", errno.EIO, r"/\.metadata\.tmp", ""),
-    "close-metadata": Fault("close:error=EDQUOT:when=6", errno.EDQUOT, r"/\.metadata\.tmp", ""),
-    "rename": Fault("rename:error=EIO:when=1", errno.EIO, r"/\.metadata\.tmp", ""),
+    "open-metadata": Fault("openat:error=ENOSPC:when=8", errno.ENOSPC, _TEMPORARY, ""),
+    "write-metadata": Fault("write:error=ENOSPC:when=1", errno.ENOSPC, _TEMPORARY, ""),
+    "sync-metadata": Fault("fsync:error=EIO:when=3", errno.EIO, _TEMPORARY, ""),
+    "close-metadata": Fault("close:error=EDQUOT:when=6", errno.EDQUOT, _TEMPORARY, ""),
+    "rename": Fault("rename:error=EIO:when=1", errno.EIO, _TEMPORARY, ""),
 }
 
 

@@ -12,7 +12,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _ranks import run_ranks
-from _staging import blank, difference, engine, frozen, metadata_of, overwrite, same, writer_to
+from _staging import (
+    RING,
+    blank,
+    difference,
+    engine,
+    frozen,
+    metadata_of,
+    overwrite,
+    same,
+    writer_to,
+)
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.checkpoint import (
@@ -376,7 +386,7 @@ def sharded_tensors(path: Path) -> None:
 
     shard = LocalShard(local, ShardMetadata([2 * rank, 0], [2, 5], placement=f"rank:{rank}/cpu"))
     tensor = init_from_local_shards([shard], [4, 5])
-    with engine(max_pinned_bytes=(8 << 20) + 3 * 4 * 4096) as own:
+    with engine(max_pinned_bytes=(8 << 20) + RING) as own:
         stager = pyckpt.PinnedStager(engine=own, when_busy="skip")
         for turn in range(3):
             writer = writer_to(path / str(turn), stager=stager, engine=own)
@@ -405,7 +415,7 @@ def test_sharded_tensors(tmp_path: Path) -> None:
 
 def busy_on_one_rank(path: Path, planner: Any) -> None:
     rank = dist.get_rank()
-    with engine(max_pinned_bytes=(8 << 20) + 3 * 4 * 4096) as own:
+    with engine(max_pinned_bytes=(8 << 20) + RING) as own:
         stager = pyckpt.PinnedStager(engine=own, when_busy="skip")
         state = {"t": torch.rand(300_000), "own": {f"{rank}": torch.rand(300_000)}}
         before = frozen(state)
@@ -447,7 +457,7 @@ def test_busy_on_one_rank(tmp_path: Path, planner: Any) -> None:
 
 def busy_error_on_one_rank(path: Path, planner: Any) -> None:
     """Its error reaches all ranks, at the save's end."""
-    with engine(max_pinned_bytes=(8 << 20) + 3 * 4 * 4096) as own:
+    with engine(max_pinned_bytes=(8 << 20) + RING) as own:
         stager = pyckpt.PinnedStager(engine=own, when_busy="error")
         state = {"t": torch.rand(300_000), "own": {f"{dist.get_rank()}": torch.rand(300_000)}}
         before = frozen(state)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _staging import (
     PAGE,
+    RING,
     SLOT,
     blank,
     check_saved,
@@ -376,7 +377,7 @@ def test_saves_from_threads(tmp_path: Path, small_engine: pyckpt.Engine) -> None
 
 
 @pytest.mark.parametrize("foreign", [FileSystemWriter, HuggingFaceStorageWriter])
-@pytest.mark.parametrize("budget", [64 << 20, 3 * SLOT + (2 << 20)])
+@pytest.mark.parametrize("budget", [64 << 20, RING + (2 << 20)])
 def test_other_writers(
     tmp_path: Path, foreign: Any, budget: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from _filesystems import TMPFS_BYTES
-from _staging import SLOT, check_saved, engine, frozen, outcome, overwrite, writer_to
+from _staging import RING, check_saved, engine, frozen, outcome, overwrite, writer_to
 from torch.distributed.checkpoint import FileSystemWriter
 
 import pyckpt
@@ -38,7 +38,7 @@ class Gated(pyckpt.DirectWriter):
 @pytest.fixture
 def tight() -> Any:
     """With room for one state, and not for two."""
-    with engine(max_pinned_bytes=3 * SLOT + 4 * MIB) as made:
+    with engine(max_pinned_bytes=RING + 4 * MIB) as made:
         yield made
         gc.collect()
         if not made.closed:
@@ -235,7 +235,7 @@ def test_disk_full(filesystem: Path, budget: int) -> None:
     parameter = torch.nn.Parameter(torch.rand(TMPFS_BYTES // 4 + 1))
     optimizer = torch.optim.SGD([parameter], lr=0.5)
     parameter.grad = torch.ones_like(parameter)
-    with engine(max_pinned_bytes=3 * SLOT + budget) as own:
+    with engine(max_pinned_bytes=RING + budget) as own:
         stager = pyckpt.PinnedStager(engine=own, optimizers=[optimizer])
         writer = writer_to(filesystem / "full", stager=stager, engine=own)
         small = {"small": torch.rand(9)}
@@ -272,7 +272,7 @@ def test_take_failure(tmp_path: Path, tight: pyckpt.Engine) -> None:
 
 @pytest.mark.parametrize("size", [10_000, 3_000_000], ids=["copied", "streamed"])
 def test_engine_closed_in_between(tmp_path: Path, size: int) -> None:
-    own = engine(max_pinned_bytes=3 * SLOT + 4 * MIB)
+    own = engine(max_pinned_bytes=RING + 4 * MIB)
     parameter = torch.nn.Parameter(torch.rand(size))
     optimizer = torch.optim.SGD([parameter], lr=0.5)
     parameter.grad = torch.ones_like(parameter)

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from _forks import status_of_child
 from _ranks import run_ranks
 from _staging import (
-    SLOT,
+    RING,
     check_saved,
     engine,
     frozen,
@@ -321,7 +321,7 @@ def opens_when_waited_for(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def tight_engine() -> pyckpt.Engine:
     """With room for one small state, and for none of 4 MiB."""
-    return engine(max_pinned_bytes=3 * SLOT + (2 << 20))
+    return engine(max_pinned_bytes=RING + (2 << 20))
 
 
 @pytest.mark.parametrize("way", ["step", "writer", "stager", "block"])

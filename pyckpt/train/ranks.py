@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from pyckpt.dcp.parts import name_ranks
 from pyckpt.errors import RanksLost
+from pyckpt.locks import fork_safe_lock
 from pyckpt.train.roll_call import RollCall
 
 __all__ = ["Ranks"]
@@ -44,7 +44,7 @@ class Ranks:
         self.work: dist.ProcessGroup | None = None
         self.talk: dist.ProcessGroup | None = None
         self.lost: RanksLost | None = None
-        self._losing = threading.Lock()
+        self._losing = fork_safe_lock()
         self._timeout = timeout
         self._roll_call: RollCall | None = None
         if not dist.is_available() or not dist.is_initialized():
