@@ -143,8 +143,8 @@ def load(
         reader.reset(path)
     alone = no_dist or not dist.is_available() or not dist.is_initialized()
     start = time.perf_counter()
-    shown = _HonestReader(reader, partial(_renamed, state_dict, rename))
     for attempt in range(_ATTEMPTS):
+        shown = _HonestReader(reader, partial(_renamed, state_dict, rename))
         planner = LoadPlanner(
             missing=missing,
             unexpected=unexpected,

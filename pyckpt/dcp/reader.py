@@ -104,6 +104,7 @@ class DirectReader(StorageReader):
         self.extension_registry = _extension_registry
         self._load_id = str(uuid.uuid4())
         self._metadata: Metadata | None = None
+        self._is_own = False  # whether that is of this rank alone
         self._load: _Load | None = None
 
     @property
@@ -138,6 +139,7 @@ class DirectReader(StorageReader):
             self.path = Path(checkpoint_id)
         self._load_id = str(uuid.uuid4())
         self._metadata = self._load = None
+        self._is_own = False
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         name = commit.metadata_name(kwargs.get("rank"))
@@ -152,6 +154,7 @@ class DirectReader(StorageReader):
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self._load_id
+        self._is_own = kwargs.get("rank") is not None
         return metadata
 
     def set_up_storage_reader(
@@ -161,6 +164,8 @@ class DirectReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         assert self._metadata is not None
+        if self._is_own:
+            return plan  # each rank saved for itself, and so they have no save in common
         return replace(plan, storage_data=Seen(os.fspath(self.path), _save_id(self._metadata)))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
