@@ -405,7 +405,7 @@ def test_errors_of_one_rank_that_do_not_pickle(when: str, who: int | None, tmp_p
             assert isinstance(error, OSError) == (which == "UnmakeableOSError")
             assert f"{which}: " in str(error)
             assert "no state today" in str(error)
-            assert f"rank {'' if who is None else who}" in str(error)
+            assert ("rank" if who is None else f"rank {who}") in str(error)
 
 
 # --- restoring ------------------------------------------------------------------------------------

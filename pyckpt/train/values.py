@@ -222,12 +222,12 @@ def _prove(value: Any, name: str) -> None:
     """
     kind = type(value)
     file = io.BytesIO()
+    torch.save(value, file)  # whose own errors say best what is the matter
+    file.seek(0)
     try:
-        torch.save(value, file)
-        file.seek(0)
         objects.load(file, name, device=torch.device("cpu"))
     except (PyckptError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        why = str(error).strip().splitlines()
+        why = str(error).strip().splitlines() or [type(error).__name__]
         raise TypeError(
             f"{name} is or contains a {kind.__module__}.{kind.__qualname__}, which is allowed, and "
             f"yet cannot be loaded without running code from files; save plain values and tensors "
