@@ -86,6 +86,7 @@ toolkit = find_toolkit()
 if toolkit is not None:
     os.environ["CUDA_HOME"] = str(toolkit)  # torch reads it once, when this is imported:
 
+from torch.utils import cpp_extension  # noqa: E402
 from torch.utils.cpp_extension import (  # noqa: E402
     BuildExtension,
     CppExtension,
@@ -165,6 +166,8 @@ def name_architectures() -> None:
 
 
 cuda = with_cuda()
+if cuda and cpp_extension.CUDA_HOME is None:
+    cpp_extension.CUDA_HOME = str(toolkit)  # or else it fails before it is said what is the matter
 
 
 class Build(BuildExtension):  # type: ignore[misc]
