@@ -12,11 +12,14 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings.h"
 #include "envelope.h"
+#include "error.h"
 #include "read_job.h"
 #include "write_job.h"
 
@@ -222,9 +225,10 @@ class PyReadJob {
       : engine_(std::move(engine)), job_(engine_->make_read(to_direct(direct), checksum)) {}
 
   size_t add_file(const std::string& path) {
+    check_idle();
     py::gil_scoped_release release;
     const size_t file = job_->add_file(path);
-    files_.store(file + 1);
+    files_ = file + 1;
     return file;
   }
 
@@ -242,7 +246,7 @@ class PyReadJob {
       if (!strided->dense()) return std::nullopt;
       destination.device = programs_.add(*engine_, tensor);
     }
-    tensors_.push_back(tensor);
+    tensors_.emplace_back(tensor, tensor.const_data_ptr());
     if (tensor.numel() == 0) return static_cast<int64_t>(job_->add(file, offset, 0, {}));
     if (strided->dense()) {
       return static_cast<int64_t>(job_->add(file, offset, tensor.nbytes(), destination));
@@ -268,11 +272,22 @@ class PyReadJob {
   }
 
   std::vector<uint32_t> run() {
+    if (job_->forked()) throw EngineClosed("the job was made in another process, before a fork");
+    check_idle();
+    for (const auto& [tensor, memory] : tensors_) {
+      // Its storage was resized since it was added, perhaps.
+      if (!is_plain(tensor) || tensor.const_data_ptr() != memory) {
+        throw std::invalid_argument("the memory of a tensor that is to be read was freed or moved");
+      }
+    }
     // The job is through with them, whether it comes to its end or throws.
-    const std::vector<at::Tensor> tensors = std::move(tensors_);
-    const std::vector<ContiguousBuffer> buffers = std::move(buffers_);
+    const auto tensors = std::move(tensors_);
+    const auto buffers = std::move(buffers_);
+    files_ = 0;
+    running_ = true;
+    const auto done = [this](const void*) { running_ = false; };
+    const std::unique_ptr<const void, decltype(done)> ends(this, done);
     programs_.follow();
-    files_.store(0);
     const CurrentDevice current_device(!programs_.all().empty());
     py::gil_scoped_release release;
     return job_->run();
@@ -283,8 +298,14 @@ class PyReadJob {
  private:
   static constexpr uint64_t kFileMax = std::numeric_limits<int64_t>::max();
 
+  // Threads that read look at what there is without a lock.
+  void check_idle() const {
+    if (running_) throw std::runtime_error("the job runs, in another thread");
+  }
+
   void check_place(size_t file, uint64_t offset, uint64_t size) const {
-    if (file >= files_.load()) throw std::invalid_argument("there is no file of this number");
+    check_idle();
+    if (file >= files_) throw std::invalid_argument("there is no file of this number");
     if (size > kFileMax || offset > kFileMax - size) {
       throw std::invalid_argument("the bytes would lie beyond the end of any file");
     }
@@ -325,8 +346,9 @@ class PyReadJob {
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<ReadJob> job_;
   std::atomic<size_t> files_{0};
+  std::atomic<bool> running_{false};
   Programs programs_;
-  std::vector<at::Tensor> tensors_;
+  std::vector<std::pair<at::Tensor, const void*>> tensors_;  // and where their memory was
   std::vector<ContiguousBuffer> buffers_;
 };
 

@@ -105,6 +105,7 @@ File File::open(const std::string& path, Direct direct) {
   File file(descriptor, path);
   struct stat status = {};
   if (::fstat(descriptor, &status) != 0) throw IoError(errno, "fstat", path);
+  if (S_ISDIR(status.st_mode)) throw IoError(EISDIR, "open", path);
   if (!S_ISREG(status.st_mode)) throw IoError(EINVAL, "open", path, "not a regular file");
   file.start_direct(direct);
   return file;

@@ -32,7 +32,6 @@ __all__ = [
     "StagerBusy",
     "Superseded",
     "UnsafeCheckpoint",
-    "printable",
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 import pyckpt
 from pyckpt import _C
+from pyckpt.errors import EngineClosed
 
 
 @pytest.fixture
@@ -58,6 +60,53 @@ def test_read_job_strides_of_one(job: Any) -> None:
     job.run()
     whole = torch.frombuffer(bytearray(bytes(range(256)) * 16), dtype=torch.float32)
     assert torch.equal(tensor.flatten(), whole[:8:2])
+
+
+def test_read_job_looks_for_the_memory(job: Any) -> None:
+    for size in (0, 16):
+        tensor = torch.zeros(1 << 20)
+        job.add_tensor(0, 0, tensor[:1024])
+        tensor.untyped_storage().resize_(size)
+        with pytest.raises(ValueError, match=r"larger than its storage|freed or moved"):
+            job.run()
+
+
+def test_read_job_runs_once_at_a_time(tmp_path: Path) -> None:
+    """From several threads: one runs it, and the others are told so, or find it empty."""
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    engine = pyckpt.Engine(slot_bytes=65536, max_pinned_bytes=65536, io_threads=1)
+    for _ in range(20):
+        read = _C.ReadJob(engine.native)
+        file = read.add_file(os.fsencode(tmp_path / "file"))
+        for i in range(50):
+            read.add_buffer(file, i * 1000, bytearray(10_000))
+        outcomes: list[Any] = []
+
+        def run(read: Any = read, outcomes: list[Any] = outcomes) -> None:
+            try:
+                outcomes.append(len(read.run()))
+            except RuntimeError as error:
+                outcomes.append(str(error))
+
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert outcomes.count(50) == 1
+        assert set(outcomes) <= {50, 0, "the job runs, in another thread"}
+
+
+def test_read_job_of_a_parent(job: Any) -> None:
+    job.add_buffer(0, 0, bytearray(10))
+    pid = os.fork()
+    if pid == 0:
+        try:
+            job.run()
+        except EngineClosed:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def too_deep(make: Callable[[Any], Any]) -> Any:

@@ -422,6 +422,32 @@ def test_command_line_errors(
     assert main([str(pair[0]), "--json"]) == 0
 
 
+ENDLESS = (
+    "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r) "
+    'SELECT n AS start, n AS "end", 1 AS globalTid, n AS correlationId, 1 AS nameId FROM r'
+)
+
+
+@pytest.mark.parametrize(
+    ("definition", "message"),
+    [
+        (f"VIEW CUPTI_ACTIVITY_KIND_RUNTIME AS {ENDLESS}", "not a plain table"),
+        (f"VIEW NVTX_EVENTS AS {ENDLESS}", "not a plain table"),
+        ("TABLE CUPTI_ACTIVITY_KIND_RUNTIME AS SELECT 'x' AS start, 1 AS \"end\"", "no integer"),
+        ('TABLE CUPTI_ACTIVITY_KIND_RUNTIME AS SELECT 1 AS start, NULL AS "end"', "no integer"),
+        ("TABLE CUPTI_ACTIVITY_KIND_RUNTIME AS SELECT 1 AS start", "no column end"),
+        ("TABLE ENUM_CUDA_MEMCPY_OPER AS SELECT 1 AS id, 2 AS name", "no text"),
+    ],
+)
+def test_databases_that_are_no_reports(path: Path, definition: str, message: str) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE StringIds(id INTEGER, value TEXT)")
+        connection.execute(f"CREATE {definition}")
+    connection.close()
+    with pytest.raises(ValueError, match=message):
+        read(path)
+
+
 def test_markup_in_names_is_shown_as_it_is(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     export = Export()

@@ -91,17 +91,15 @@ class Database:
         self._connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
         try:
             self._tables = {
-                name
-                for (name,) in self._connection.execute(
-                    # Not what computes its rows, which may be without end.
-                    "SELECT name FROM sqlite_master WHERE type = 'table' "
-                    "AND sql NOT LIKE 'CREATE VIRTUAL%'"
+                name: kind == "table" and not sql.upper().startswith("CREATE VIRTUAL")
+                for name, kind, sql in self._connection.execute(
+                    "SELECT name, type, sql FROM sqlite_master WHERE type IN ('table', 'view')"
                 )
             }
         except sqlite3.DatabaseError as error:
             self.close()
             raise ValueError(f"{path}: not an SQLite database ({error})") from error
-        if "StringIds" not in self._tables:
+        if not self._tables.get("StringIds"):
             self.close()
             raise ValueError(
                 f"{path}: not a report of nsys: it has no table StringIds; "
@@ -117,6 +115,9 @@ class Database:
     def columns(self, table: str) -> frozenset[str]:
         if not self.has(table):
             return frozenset()
+        if not self._tables[table]:
+            # Its rows are computed, perhaps without end.
+            raise ValueError(f"{self.path}: not a report of nsys: {table} is not a plain table")
         return frozenset(row[1] for row in self._connection.execute(f"PRAGMA table_info({table})"))
 
     def rows(
