@@ -6,7 +6,7 @@ CHECKOUT is one of PyTorch, of the release that is installed; FILE one below its
 ``test/distributed/checkpoint``, by default those that save and load with stock's storage. The tests
 run as they are, but ``FileSystemWriter`` and ``FileSystemReader`` are ours: the writer, the reader,
 and both; and once neither, to know what fails anyway. Prints what passed of each, and fails where
-something fails that passes with stock's.
+something fails that passes with stock's. Needs expecttest, which PyTorch's own tests import.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def main() -> int:
         files = _copy(options.checkout, options.files, directory)
         results = {ours: _run(directory, files, ours, options.keep) for ours in COMBINATIONS}
     stock = {test for test, outcome in results[""].items() if outcome == "PASSED"}
-    failed = False
+    failed = not stock
     for ours, outcomes in results.items():
         passed = {test for test, outcome in outcomes.items() if outcome == "PASSED"}
         print(f"{ours or 'stock alone':14} {len(passed)} of {len(outcomes)} passed")

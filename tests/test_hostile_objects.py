@@ -39,11 +39,11 @@ def object_in(directory: Path, item: bytes) -> Path:
     return write(directory, {"o": BytesStorageMetadata()}, storage, item, {"o": ("o",)})
 
 
-OUT_OF_RANGE = torch.sparse_coo_tensor(
-    torch.tensor([[0, 1, 1 << 28]]), torch.ones(3), (8,), check_invariants=False
-)
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that they are in beta state
+    warnings.simplefilter("ignore")  # that they are in beta state, and not checked
+    OUT_OF_RANGE = torch.sparse_coo_tensor(
+        torch.tensor([[0, 1, 1 << 28]]), torch.ones(3), (8,), check_invariants=False
+    )
     OUT_OF_ROWS = torch.sparse_csr_tensor(
         torch.tensor([0, 1, 1 << 28]), torch.tensor([0, 1]), torch.ones(2), (2, 2),
         check_invariants=False,

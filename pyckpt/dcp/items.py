@@ -7,15 +7,18 @@ import io
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from pyckpt import _C
 from pyckpt.dcp.leaves import is_plain_type
 from pyckpt.errors import PyckptError
+from pyckpt.format import plain
 from pyckpt.format.envelope import envelope_of
 from pyckpt.format.metadata import StorageInfo, storage_info
 
@@ -74,6 +77,11 @@ def places_of(packed: bytes) -> Iterator[Place]:
 
 def add(job: _C.WriteJob, planner: SavePlanner, item: WriteItem, settle: Callable[[], None]) -> Raw:
     """Give an item to the job. ``settle`` waits until staged memory may be read."""
+    if item.type == WriteItemType.BYTE_IO:
+        encoded = _encode(planner, item)
+        if encoded is not None:
+            job.add_bytes(encoded)
+            return OPAQUE
     data = planner.resolve_data(item)
     if not isinstance(data, torch.Tensor):
         job.add_bytes(data.getbuffer())
@@ -105,6 +113,29 @@ def add(job: _C.WriteJob, planner: SavePlanner, item: WriteItem, settle: Callabl
     settle()
     job.add_bytes(_serialize(data))
     return OPAQUE
+
+
+def _encode(planner: Any, item: WriteItem) -> bytes | None:
+    """The bytes of a plain object, which the planner need not make; None of any other."""
+    encode = getattr(planner, "encode_plain", None)  # pyckpt.SavePlanner's
+    if encode is not None:
+        return encode(item)  # type: ignore[no-any-return]
+    kind: Any = type(planner)
+    if not _saves_as_stock(kind):
+        return None
+    try:
+        return plain.encode(planner.lookup_object(item.index))
+    except plain.NotPlain:
+        return None
+
+
+@lru_cache(maxsize=64)
+def _saves_as_stock(planner: type[SavePlanner]) -> bool:
+    """Whether planners of this class give objects as ``torch.save`` writes them."""
+    return (
+        getattr(planner, "resolve_data", None) is DefaultSavePlanner.resolve_data
+        and getattr(planner, "transform_object", None) is DefaultSavePlanner.transform_object
+    )
 
 
 def _serialize(tensor: torch.Tensor) -> memoryview:

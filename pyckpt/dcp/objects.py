@@ -24,6 +24,7 @@ from torch import _weights_only_unpickler as torchs_unpickler
 from torch.serialization import _load, _open_zipfile_reader, default_restore_location
 
 from pyckpt.errors import CorruptCheckpoint, UnsafeCheckpoint
+from pyckpt.format import plain
 from pyckpt.format.sealed import Sealed, scan
 
 __all__ = ["Allowed", "load"]
@@ -47,6 +48,12 @@ def load(data: io.BytesIO, key: str, *, allow: Sequence[Allowed] = (), device: t
         CorruptCheckpoint: the bytes are not a saved object, or one that takes more to read than
             its size explains.
     """
+
+    try:
+        with data.getbuffer() as item:
+            return plain.decode(item)
+    except plain.NotPlain:
+        pass
 
     def location(storage: Any, saved_on: str) -> Any:
         if saved_on == "cpu":

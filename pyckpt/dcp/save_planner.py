@@ -30,6 +30,7 @@ from pyckpt.dcp import conflicts
 from pyckpt.dcp.leaves import is_plain_type, local_tensor, plans_itself
 from pyckpt.dcp.whole import Whole
 from pyckpt.errors import PyckptError
+from pyckpt.format import plain
 from pyckpt.format.metadata import read
 from pyckpt.locks import fork_safe_lock
 from pyckpt.timeline import named
@@ -413,6 +414,16 @@ class SavePlanner(DefaultSavePlanner):
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         value = object.value if isinstance(object, Whole) else object
         return super().transform_object(write_item, value)
+
+    def encode_plain(self, write_item: WriteItem) -> bytes | None:
+        """The bytes of a plain object, as ``resolve_data`` gives them; None of any other."""
+        if type(self).transform_object is not SavePlanner.transform_object:
+            return None
+        value = self.lookup_object(write_item.index)
+        try:
+            return plain.encode(value.value if type(value) is Whole else value)
+        except plain.NotPlain:
+            return None
 
     def tensors(self) -> list[torch.Tensor | None]:
         """For each item of the final plan of a known state dict its memory; None for objects."""

@@ -32,7 +32,7 @@ import torch
 
 from pyckpt import _C
 
-__all__ = ["Layout", "envelope_of"]
+__all__ = ["Archive", "Layout", "Record", "envelope_of"]
 
 _logger = logging.getLogger("pyckpt")
 
@@ -66,8 +66,11 @@ class Layout(NamedTuple):
     tensor's memory is those bytes, or its own order of dimensions is theirs."""
 
 
-class _Record(NamedTuple):
+class Record(NamedTuple):
+    """A record of an archive."""
+
     name: str
+    """Below the archive's root."""
     data: bytes
 
 
@@ -75,7 +78,7 @@ class _Template(NamedTuple):
     """What ``torch.save`` writes for a tensor of one element of a dtype."""
 
     archive: str
-    records: list[_Record]
+    records: list[Record]
     pickle_index: int
     rebuild: Any
     arguments: tuple[Any, ...]
@@ -179,7 +182,7 @@ def _read_template(dtype: torch.dtype) -> _Template:
     with zipfile.ZipFile(file) as archive:
         names = archive.namelist()
         root = names[0].split("/")[0]
-        records = [_Record(name.removeprefix(f"{root}/"), archive.read(name)) for name in names]
+        records = [Record(name.removeprefix(f"{root}/"), archive.read(name)) for name in names]
     index = [record.name for record in records].index("data.pkl")
     unpickler = _TemplateUnpickler(io.BytesIO(records[index].data))
     rebuild, arguments = unpickler.load()
@@ -201,17 +204,20 @@ def _make_envelope(
         _Call(template.rebuild, arguments)
     )
     records = list(template.records)
-    records[template.pickle_index] = _Record("data.pkl", pickled.getvalue())
-    return _Archive(template.archive, records, size).envelope()
+    records[template.pickle_index] = Record("data.pkl", pickled.getvalue())
+    return Archive(template.archive, records, size).envelope()
 
 
-class _Archive:
+class Archive:
     """Lays out the archive of some records, one of which is the payload, without having that."""
 
-    def __init__(self, root: str, records: list[_Record], payload_size: int) -> None:
+    def __init__(
+        self, root: str, records: list[Record], payload_size: int, *, payload: str = _PAYLOAD
+    ) -> None:
         self.root = root
         self.records = records
         self.payload_size = payload_size
+        self.payload = payload
         alignments = [record.data for record in records if record.name == _ALIGNMENT]
         self.alignment = int(alignments[0]) if alignments else 64
         # The bytes of the archive but for the payload, and how far they reach with it.
@@ -229,7 +235,7 @@ class _Archive:
         self._write(self._end_records(central_at))
         assert self.prefix is not None
         names = [record.name for record in self.records]
-        split = names.index(_PAYLOAD)
+        split = names.index(self.payload)
         checksums = [zlib.crc32(record.data) for record in self.records]
         arguments: dict[str, Any] = {}
         if _ID in names:
@@ -246,7 +252,7 @@ class _Archive:
             prefix=self.prefix,
             suffix=bytes(self.written),
             payload_size=self.payload_size,
-            crc_positions=self.crc_places[_PAYLOAD],
+            crc_positions=self.crc_places[self.payload],
             **arguments,
         )
 
@@ -254,19 +260,19 @@ class _Archive:
         self.written += data
         self.end += len(data)
 
-    def _size(self, record: _Record) -> int:
-        return self.payload_size if record.name == _PAYLOAD else len(record.data)
+    def _size(self, record: Record) -> int:
+        return self.payload_size if record.name == self.payload else len(record.data)
 
-    def _name(self, record: _Record) -> bytes:
+    def _name(self, record: Record) -> bytes:
         return f"{self.root}/{record.name}".encode()
 
-    def _is_large(self, record: _Record, offset: int) -> bool:
+    def _is_large(self, record: Record, offset: int) -> bool:
         return self._size(record) >= _LIMIT_32 or offset >= _LIMIT_32
 
-    def _flags(self, record: _Record) -> int:
+    def _flags(self, record: Record) -> int:
         return _FLAG_UTF8 | (_FLAG_DESCRIPTOR if self._size(record) else 0)
 
-    def _add(self, record: _Record) -> int:
+    def _add(self, record: Record) -> int:
         """Write a record; return its offset in the archive."""
         offset = self.end
         size = self._size(record)
@@ -281,7 +287,7 @@ class _Archive:
         flags = self._flags(record)
         self._write(_LOCAL.pack(b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)))
         self._write(name + extra)
-        if record.name == _PAYLOAD:
+        if record.name == self.payload:
             self.prefix = bytes(self.written)
             self.written.clear()
             self.end += size
@@ -294,11 +300,11 @@ class _Archive:
             self._write(struct.pack("<QQ" if large else "<II", size, size))
         return offset
 
-    def _write_crc(self, record: _Record) -> None:
+    def _write_crc(self, record: Record) -> None:
         self.crc_places.setdefault(record.name, []).append(len(self.written))
         self._write(struct.pack("<I", zlib.crc32(record.data)))
 
-    def _central_header(self, record: _Record, offset: int) -> bytes:
+    def _central_header(self, record: Record, offset: int) -> bytes:
         size = self._size(record)
         name = self._name(record)
         extra = _zip64_extra((size, size), offset) if self._is_large(record, offset) else b""
