@@ -7,11 +7,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*.cu csrc/*.h)
 
-.PHONY: demo test check format format-check lint types native mutants package cuda gpu clean help
+.PHONY: demo test test-all check format format-check lint types native mutants package cuda gpu clean help
 
 help:
 	@echo "make demo    train, kill, resume: what pyckpt is for"
-	@echo "make test    the Python tests"
+	@echo "make test    the Python tests that tell most, in a minute or two"
+	@echo "make test-all  all Python tests"
 	@echo "make check   format, lint, types, tests, native tests under sanitizers, the CUDA build"
 	@echo "make native  the native tests, plain and under the sanitizers"
 	@echo "make mutants take waits out of the CUDA path: the native tests must notice"
@@ -23,37 +24,45 @@ help:
 # The environment. Torch first and alone, so that its version is ours to choose.
 $(BIN)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet "setuptools>=77" wheel ninja
 	touch $@
 
-# The package, editable, and what developing it takes.
+# The package, editable.
 $(BIN)/.built: $(BIN)/.ready setup.py $(SOURCES)
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[dev,examples]"
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[examples]"
+	touch $@
+
+# What each target takes besides, so that a first test does not wait for what it does not use.
+$(BIN)/.group-%: $(BIN)/.ready
+	$(BIN)/python -m pip install --quiet --group $*
 	touch $@
 
 demo: $(BIN)/.built
 	$(BIN)/python examples/demo.py
 
-test: $(BIN)/.built
+test: $(BIN)/.built $(BIN)/.group-test
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(BIN)/.built $(BIN)/.group-test-all
 	$(BIN)/python -m pytest
 
-check: format-check lint types native test package cuda
+check: format-check lint types native test test-all package cuda
 
-format: $(BIN)/.built
+format: $(BIN)/.group-lint
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	clang-format -i csrc/*.cpp csrc/*.cu csrc/*.h tests/native/*.cpp tests/native/*.h
 
-format-check: $(BIN)/.built
+format-check: $(BIN)/.group-lint
 	$(BIN)/ruff format --check .
 	clang-format --dry-run --Werror csrc/*.cpp csrc/*.cu csrc/*.h tests/native/*.cpp tests/native/*.h
 
-lint: $(BIN)/.built
+lint: $(BIN)/.group-lint
 	$(BIN)/ruff check .
 
-types: $(BIN)/.built
+types: $(BIN)/.built $(BIN)/.group-test-all $(BIN)/.group-lint
 	$(BIN)/mypy
 
 native:

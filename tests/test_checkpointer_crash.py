@@ -10,6 +10,7 @@ import random
 import signal
 from pathlib import Path
 
+import pytest
 import torch.distributed.checkpoint as dcp
 from _ranks import Child, Pipe, run_child
 from _training import Run
@@ -60,6 +61,7 @@ def newest_committed(directory: Path) -> int:
     return max(found, default=0)
 
 
+@pytest.mark.slow
 def test_killed_at_random_instants(tmp_path: Path) -> None:
     expected = run_child(_reference, REFERENCE_STEPS)
     generator = random.Random(os.environ.get("PYCKPT_SEED", "1"))

@@ -126,6 +126,7 @@ def check_stopped(of: Job, directory: Path, signalled_at: int) -> int:
     return end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_one_worker_is_signalled(ranks: int, tmp_path: Path) -> None:
     directory = tmp_path / "run"
@@ -148,6 +149,7 @@ def test_one_worker_is_signalled(ranks: int, tmp_path: Path) -> None:
     assert sorted(losses) == list(range(1, again + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_workers_are_signalled_in_the_middle_of_a_save(ranks: int, tmp_path: Path) -> None:
     directory = tmp_path / "run"
@@ -174,6 +176,7 @@ def test_the_launcher_is_signalled(tmp_path: Path) -> None:
         check_stopped(running, directory, 20)
 
 
+@pytest.mark.slow
 def test_a_second_signal_gives_up_at_once(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with job(2, directory, every=10, gate=Gate(tmp_path).path) as running:

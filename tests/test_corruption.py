@@ -108,6 +108,7 @@ def engine() -> Iterator[pyckpt.Engine]:
         yield engine
 
 
+@pytest.mark.slow
 def test_every_bit_of_our_data_file(tmp_path: Path, engine: pyckpt.Engine) -> None:
     saved = {"a": torch.arange(6, dtype=torch.int16).reshape(2, 3).t(), "o": (1, "two")}
     data = save(saved, tmp_path)
@@ -139,6 +140,7 @@ def test_every_bit_of_our_data_file(tmp_path: Path, engine: pyckpt.Engine) -> No
     assert len(set(counts.values())) == len(saved)
 
 
+@pytest.mark.slow
 def test_every_bit_of_our_metadata(tmp_path: Path) -> None:
     saved = {"a": torch.arange(5.0), "o": 3}
     save(saved, tmp_path)
@@ -172,6 +174,7 @@ def test_gaps_are_not_read(tmp_path: Path) -> None:
     assert all(equal(state[key], saved[key]) for key in saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "saved",
     [

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -58,6 +59,7 @@ def test_finished(tmp_path: Path) -> None:
     assert torch.equal(state["model"]["w"], torch.arange(1000.0))
 
 
+@pytest.mark.slow
 def test_abandoned(tmp_path: Path) -> None:
     """Given up, said so, and what was there before stays."""
     before = {"model": {"w": torch.ones(1000)}}

@@ -143,6 +143,7 @@ def test_a_rank_of_a_hundred_billion(tmp_path: Path) -> None:
 # --- what is no file -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [".metadata", NAME])
 @pytest.mark.parametrize("what", ["pipe", "device", "directory"])
 def test_what_is_no_file(tmp_path: Path, which: str, what: str) -> None:

@@ -213,6 +213,7 @@ def test_without_checksums() -> None:
     assert found is None or found.crc32 is None
 
 
+@pytest.mark.slow
 def test_every_flipped_bit() -> None:
     """What is found in a damaged item is what was there, or nothing, or has another checksum."""
     data = bytearray(saved(torch.arange(1500).reshape(2, 750).t()))

@@ -101,6 +101,7 @@ def torchtune_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return renamed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("whose", ["Meta", "torchtune"])
 def test_transformers_computes_what_the_llama_computed(

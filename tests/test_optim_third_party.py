@@ -17,6 +17,8 @@ from _simulated_cuda import CUDA, SimulatedTensor, Simulation, simulated_cuda, v
 
 from pyckpt import optim
 
+pytestmark = pytest.mark.slow
+
 Factory = Callable[[list[torch.Tensor]], Any]
 
 

@@ -79,6 +79,7 @@ TESTS = """
 """
 
 
+@pytest.mark.slow
 def test_fixtures(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     # In a process of its own: torch cannot be imported twice, as an inner run in this one does.
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -421,6 +421,7 @@ def _stops(pipe: Pipe, store: str, directory: Path, rank: int, who: int, where: 
     return f"{lost.ranks}: {lost}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "who"), [("writing", 0), ("writing", 2), ("restoring", 1), ("idle", 0)]
 )

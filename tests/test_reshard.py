@@ -126,6 +126,7 @@ def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_sharding_into_every_other(saved_by: Path, world: int) -> None:
     assert len(list(saved_by.iterdir())) == 8
@@ -364,6 +365,7 @@ def load_fsdp(path: Path, world: int) -> None:
         assert_equal_states(full(states_of(model, optimizer)), expected)
 
 
+@pytest.mark.slow
 def test_fsdp2(tmp_path: Path) -> None:
     for world in (2, 4):
         run_ranks(world, save_fsdp, tmp_path, world)

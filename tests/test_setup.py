@@ -59,6 +59,7 @@ def required(metadata: str) -> str:
     return line.removeprefix("Requires-Dist: ")
 
 
+@pytest.mark.slow
 def test_the_sources_are_packed_whole_and_ask_for_any_torch(tree: Path, tmp_path: Path) -> None:
     (tree / "pyckpt" / "_build.py").write_text("torch_version = 'of another build'")
     done = setup(tree, "-q", "sdist", "-d", tmp_path / "dist", before="sys.modules['torch'] = None")
@@ -80,6 +81,7 @@ def test_the_sources_are_packed_whole_and_ask_for_any_torch(tree: Path, tmp_path
     assert "pyckpt/_build.py" not in names
 
 
+@pytest.mark.slow
 def test_a_wheel_asks_for_the_minor_release_that_it_was_built_with(
     tree: Path, tmp_path: Path
 ) -> None:
@@ -100,6 +102,7 @@ NO_HEADERS = "import sysconfig; sysconfig.get_path = lambda *_: '/nowhere'"
 OTHER_CUDA = "import torch; torch.version.cuda = '99.0'"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "environment", "says"),
     [
@@ -135,6 +138,7 @@ def fake_toolkit(home: Path, release: str) -> Path:
     return home
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["CUDA_HOME", "a link on the PATH"])
 def test_a_toolkit_of_another_cuda_is_said(tree: Path, tmp_path: Path, by: str) -> None:
     home = fake_toolkit(tmp_path / "toolkit", "12.4")
@@ -158,6 +162,7 @@ def test_a_toolkit_of_another_cuda_is_said(tree: Path, tmp_path: Path, by: str) 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_build_without_the_cuda_that_torch_has_is_said(tree: Path, tmp_path: Path) -> None:
     done = setup(
         tree,

@@ -540,6 +540,7 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 def test_many_small_saves(tmp_path: Path) -> None:
     """Nothing grows: neither memory nor threads nor descriptors."""
     state = {"w": torch.rand(300), "n": {"step": 1, "list": [torch.rand(2), 3]}}
@@ -569,6 +570,7 @@ def test_many_small_saves(tmp_path: Path) -> None:
     check_saved(state, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_stager", [False, True])
 def test_many_small_stagings(make_stager: bool) -> None:
     state = {"w": torch.rand(300), "columns": torch.rand(30, 30)[:, ::2], "object": {"a": [1, {2}]}}

@@ -79,6 +79,7 @@ def several_saves(path: Path, shared: bool) -> list[int]:
     return descriptors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
 def test_several_saves(tmp_path: Path, shared: bool) -> None:
     [descriptors] = run_ranks(1, several_saves, tmp_path, shared)

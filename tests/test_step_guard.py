@@ -573,6 +573,7 @@ def test_saves_of_a_forked_child(tmp_path: Path) -> None:
         assert all(torch.equal(loaded[key], state[key]) for key in state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_optimizers_that_change_parameters_outside_of_step(tmp_path: Path, wrapped: bool) -> None:
     """Schedule-free ones are in eval mode while they are saved, and go back right after."""

@@ -18,6 +18,8 @@ from pyckpt import optim
 from pyckpt.errors import LoadError
 from pyckpt.train.app_state import AppState
 
+pytestmark = pytest.mark.slow
+
 # --- look-alikes ----------------------------------------------------------------------------------
 
 

@@ -147,6 +147,7 @@ def test_more_tensors_than_slots(tmp_path: Path, small_engine: pyckpt.Engine) ->
     assert writer.statistics.bytes == (tmp_path / name).stat().st_size
 
 
+@pytest.mark.slow
 @settings(
     deadline=None,
     max_examples=60,
@@ -271,6 +272,7 @@ def test_literal_bytes(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_large_item_matches_torch() -> None:
     """From 4 GiB on zip needs other fields. The envelope is compared, no tensor is written."""
     from pyckpt.format.envelope import envelope_of
