@@ -6,12 +6,13 @@ import copy
 import inspect
 import io
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from _simulated_cuda import CUDA, real_world, values
+from _simulated_cuda import CUDA, real_world, simulated_cuda, values
 
 from pyckpt.optim.tensors import leaves, mapped
 
@@ -44,9 +45,18 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@cache
 def accepts(name: str, flags: str) -> bool:
+    """Whether this torch has the optimizer with these flags, on a GPU, too."""
     options = inspect.signature(getattr(torch.optim, OPTIONS[name][0])).parameters
-    return set(FLAGS[flags]) <= set(options)
+    if not set(FLAGS[flags]) <= set(options):
+        return False
+    with simulated_cuda():
+        try:
+            optimizer_for(parameters(CUDA, torch.float32), name, flags)
+        except RuntimeError:  # Adagrad before torch 2.12: fused on CPU alone
+            return False
+    return True
 
 
 CASES = [(name, flags) for name in OPTIONS for flags in FLAGS if accepts(name, flags)]

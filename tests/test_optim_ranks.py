@@ -71,8 +71,10 @@ def zero(dtype: torch.dtype) -> dict[str, Any]:
     train(model, optimizer, 9)
     train(twin, resumed, 9)
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    # One steps all tensors at once, the other one by one: they may round differently.
+    close = {"rtol": 0.05, "atol": 1e-3} if dtype is torch.bfloat16 else {}
     for ours, theirs in pairs:
-        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(ours, theirs, **close)
     return {"exact": exact, "flags": flags, "same_places": same_places, "owned": len(owned)}
 
 
