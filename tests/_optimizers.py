@@ -59,9 +59,6 @@ def accepts(name: str, flags: str) -> bool:
     return True
 
 
-CASES = [(name, flags) for name in OPTIONS for flags in FLAGS if accepts(name, flags)]
-
-
 def parameters(device: Any, dtype: torch.dtype) -> list[torch.Tensor]:
     """Two matrices, which every optimizer takes. They require no gradient, since ``differentiable``
     would forbid to change leaves that do."""
@@ -74,6 +71,9 @@ def parameters(device: Any, dtype: torch.dtype) -> list[torch.Tensor]:
 def optimizer_for(params: list[torch.Tensor], name: str, flags: str) -> torch.optim.Optimizer:
     cls, options = OPTIONS[name]
     return getattr(torch.optim, cls)(params, lr=0.01, **options, **FLAGS[flags])
+
+
+CASES = [(name, flags) for name in OPTIONS for flags in FLAGS if accepts(name, flags)]
 
 
 def step(optimizer: torch.optim.Optimizer, number: int) -> None:
