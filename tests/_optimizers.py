@@ -53,7 +53,7 @@ def accepts(name: str, flags: str) -> bool:
         return False
     with simulated_cuda():
         try:
-            optimizer_for(parameters(CUDA, torch.float32), name, flags)
+            step(optimizer_for(parameters(CUDA, torch.float32), name, flags), 0)
         except RuntimeError:  # Adagrad before torch 2.12: fused on CPU alone
             return False
     return True
@@ -73,9 +73,6 @@ def optimizer_for(params: list[torch.Tensor], name: str, flags: str) -> torch.op
     return getattr(torch.optim, cls)(params, lr=0.01, **options, **FLAGS[flags])
 
 
-CASES = [(name, flags) for name in OPTIONS for flags in FLAGS if accepts(name, flags)]
-
-
 def step(optimizer: torch.optim.Optimizer, number: int) -> None:
     """A step whose gradients depend on ``number`` alone."""
     generator = torch.Generator().manual_seed(number)
@@ -85,6 +82,9 @@ def step(optimizer: torch.optim.Optimizer, number: int) -> None:
                 gradient = torch.randn(tuple(param.shape), generator=generator)
             param.grad = gradient.to(param.dtype).to(param.device)
     optimizer.step()
+
+
+CASES = [(name, flags) for name in OPTIONS for flags in FLAGS if accepts(name, flags)]
 
 
 def places(optimizer: Any) -> list[dict[Any, tuple[str, torch.dtype]]]:
