@@ -127,7 +127,7 @@ def main() -> int:
     parser.add_argument("files", nargs="*", default=FILES)
     parser.add_argument("--keep", default="", metavar="EXPRESSION", help="pytest's -k")
     parser.add_argument("--logs", type=Path, help="an empty directory to leave the output in")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(options.logs or temporary).absolute()
         directory.mkdir(exist_ok=True)
