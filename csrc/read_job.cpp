@@ -7,11 +7,12 @@
 
 #include "crc32.h"
 #include "error.h"
+#include "stream_copy.h"
 
 namespace pyckpt {
 namespace {
 
-// As in write_job.cpp: what was checksummed is copied while it is in a core's cache.
+// What was checksummed is scattered while it is in a core's cache.
 constexpr uint64_t kCacheBlock = 128 << 10;
 
 // From this size on it pays to read straight into the destination where that is possible.
@@ -282,17 +283,23 @@ void ReadJob::deliver(const Piece& piece, const std::byte* from, TransferBatch* 
   if (destination.device) {
     checksum(from, size, &crc);
     batch->add(destination.device.get(), {destination.data + piece.begin, from, size});
-  } else {
+  } else if (destination.strided) {
     for (uint64_t done = 0; done < size;) {
       const uint64_t step = std::min(kCacheBlock, size - done);
       checksum(from + done, step, &crc);
       Stopwatch::Lap lap(&copying_, step);
-      if (destination.strided) {
-        destination.strided->scatter(from + done, destination.data, piece.begin + done, step);
-      } else {
-        std::memcpy(destination.data + piece.begin + done, from + done, step);
-      }
+      destination.strided->scatter(from + done, destination.data, piece.begin + done, step);
       done += step;
+    }
+  } else {
+    // Past the cache: the program computes with few of these bytes soon, and with other data
+    // before.
+    Stopwatch::Lap lap(&copying_, size);
+    std::byte* const to = destination.data + piece.begin;
+    if (checksum_) {
+      crc = copy_crc32_past_cache(0, to, from, size);
+    } else {
+      copy_past_cache(to, from, size);
     }
   }
   add_checksum(piece, crc);

@@ -37,8 +37,8 @@ struct ReadStatistics {
   uint64_t bytes_needed = 0;
   uint64_t bytes_read = 0;
   double seconds = 0;
-  double copy_seconds = 0;
-  double checksum_seconds = 0;
+  double copy_seconds = 0;      // copies out of slots, with their checksums
+  double checksum_seconds = 0;  // checksums by themselves
   double read_seconds = 0;
   uint64_t slot_waits = 0;
   bool direct = false;  // for all files

@@ -7,7 +7,6 @@
 
 #include "crc32.h"
 #include "nvtx.h"
-#include "stream_copy.h"
 
 namespace pyckpt {
 namespace {
@@ -17,7 +16,7 @@ constexpr uint64_t kSmall = 64 << 10;
 constexpr uint64_t kSmallAlignment = 64;
 // What a thread copies before it looks for more.
 constexpr uint64_t kUnit = 1 << 20;
-// Checksum and copy take turns on blocks that stay in a core's cache.
+// Gathering and checksumming take turns on blocks that stay in a core's cache.
 constexpr uint64_t kCacheBlock = 128 << 10;
 // How many bytes a device copies between two tickets: a writer can begin with the first while the
 // others are on their way.
@@ -254,19 +253,16 @@ void StageJob::copy_piece(const Copy& copy, uint64_t begin, uint64_t size) {
   const StageSource& source = copy.source;
   Staged& staged = *copy.staged;
   uint32_t crc = 0;
-  for (uint64_t done = 0; done < size;) {
-    const uint64_t step = std::min(kCacheBlock, size - done);
-    std::byte* const to = staged.data() + begin + done;
-    if (source.strided) {
+  if (!source.strided) {
+    crc = copy_crc32_past_cache(0, staged.data() + begin, source.data + begin, size);
+  } else {
+    for (uint64_t done = 0; done < size;) {
+      const uint64_t step = std::min(kCacheBlock, size - done);
+      std::byte* const to = staged.data() + begin + done;
       source.strided->gather(to, source.data, begin + done, step);
       crc = crc32(crc, to, step);
-    } else {
-      // The checksum brings the block into the cache, where the copy finds it.
-      const std::byte* const from = source.data + begin + done;
-      crc = crc32(crc, from, step);
-      copy_past_cache(to, from, step);
+      done += step;
     }
-    done += step;
   }
   const uint64_t after = source.size - begin - size;
   staged.crc_.fetch_xor(after == 0 ? crc : crc32_shift(crc, after), std::memory_order_relaxed);

@@ -13,8 +13,8 @@
 namespace pyckpt {
 namespace {
 
-// Copying and checksumming take turns on blocks that stay in a core's cache, so that the checksum
-// does not fetch from memory what the copy just brought.
+// Gathering and checksumming take turns on blocks that stay in a core's cache, so that the checksum
+// does not fetch from memory what was just gathered.
 constexpr uint64_t kCacheBlock = 128 << 10;
 
 Image::Options image_options(const SlotRing& ring, const File& file) {
@@ -278,21 +278,26 @@ void WriteJob::fill_payload(const Piece& piece, std::byte* to) {
   if (source.staged) source.staged->wait();
   const bool checksummed = source.staged && source.staged->checksummed;
   uint32_t crc = 0;
-  for (uint64_t done = 0; done < piece.size;) {
-    const uint64_t step = std::min(kCacheBlock, piece.size - done);
-    if (!source.device) {
+  if (source.device) {
+    Stopwatch::Lap lap(&checksumming_, piece.size);
+    crc = crc32(0, to, piece.size);
+  } else if (source.strided) {
+    for (uint64_t done = 0; done < piece.size;) {
+      const uint64_t step = std::min(kCacheBlock, piece.size - done);
       Stopwatch::Lap lap(&copying_, step);
-      if (source.strided) {
-        source.strided->gather(to + done, source.data, piece.begin + done, step);
-      } else {
-        std::memcpy(to + done, source.data + piece.begin + done, step);
-      }
-    }
-    if (!checksummed) {
-      Stopwatch::Lap lap(&checksumming_, step);
+      source.strided->gather(to + done, source.data, piece.begin + done, step);
       crc = crc32(crc, to + done, step);
+      done += step;
     }
-    done += step;
+  } else {
+    Stopwatch::Lap lap(&copying_, piece.size);
+    const std::byte* const from = source.data + piece.begin;
+    if (checksummed) {
+      std::memcpy(to, from, piece.size);
+    } else {
+      // Past the cache, which the disk does not look into; what lies there is the program's.
+      crc = copy_crc32_past_cache(0, to, from, piece.size);
+    }
   }
   count_off(piece, crc);
   piece.item->pieces_held.fetch_sub(1, std::memory_order_release);

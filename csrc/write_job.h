@@ -35,9 +35,9 @@ struct WriteStatistics {
   uint64_t items = 0;
   uint64_t bytes_added = 0;  // of the file, as far as it is laid out
   uint64_t bytes_written = 0;
-  double seconds = 0;  // from the job's start to its end, or to now
-  double copy_seconds = 0;
-  double checksum_seconds = 0;
+  double seconds = 0;           // from the job's start to its end, or to now
+  double copy_seconds = 0;      // copies into slots, and their checksums where one pass makes both
+  double checksum_seconds = 0;  // checksums by themselves
   double write_seconds = 0;
   double sync_seconds = 0;
   uint64_t slot_waits = 0;  // how often a thread had to wait for a free slot
