@@ -237,6 +237,16 @@ class PyReadJob {
   std::optional<int64_t> add_tensor(size_t file, uint64_t offset, const at::Tensor& tensor,
                                     const std::optional<std::vector<int64_t>>& file_stride) {
     if (!is_plain(tensor)) return std::nullopt;
+    if (!file_stride && tensor.is_contiguous()) {
+      check_place(file, offset, tensor.nbytes());
+      Destination destination;
+      if (tensor.numel() != 0) {
+        destination.data = static_cast<std::byte*>(tensor.mutable_data_ptr());
+        if (tensor.is_cuda()) destination.device = programs_.add(*engine_, tensor);
+      }
+      tensors_.emplace_back(tensor, tensor.const_data_ptr());
+      return static_cast<int64_t>(job_->add(file, offset, tensor.nbytes(), std::move(destination)));
+    }
     const auto strided =
         std::make_shared<Strided>(box_of(tensor, file_stride), tensor.element_size());
     check_place(file, offset, strided->file_bytes());
@@ -261,6 +271,23 @@ class PyReadJob {
       range = static_cast<int64_t>(job_->add(file, offset + place.file_offset, size, destination));
     }
     return places.size() == 1 ? range : -1;
+  }
+
+  std::vector<std::optional<int64_t>> add_tensors(const py::list& files, const py::list& offsets,
+                                                  const py::list& tensors) {
+    if (files.size() != tensors.size() || offsets.size() != tensors.size()) {
+      throw std::invalid_argument("each of the tensors must have a file and an offset");
+    }
+    std::vector<std::optional<int64_t>> ranges;
+    ranges.reserve(tensors.size());
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      // Held, since a conversion may run Python, which may change the list.
+      const py::object tensor = tensors[i];
+      if (!THPVariable_Check(tensor.ptr())) throw py::type_error("tensors must be tensors");
+      ranges.push_back(add_tensor(files[i].cast<size_t>(), offsets[i].cast<uint64_t>(),
+                                  THPVariable_Unpack(tensor.ptr()), std::nullopt));
+    }
+    return ranges;
   }
 
   int64_t add_buffer(size_t file, uint64_t offset, const py::object& buffer) {
@@ -374,6 +401,8 @@ void register_read_job(py::module_& module) {
       .def("add_file", &PyReadJob::add_file, py::arg("path"))
       .def("add_tensor", &PyReadJob::add_tensor, py::arg("file"), py::arg("offset"),
            py::arg("tensor"), py::arg("file_stride") = std::nullopt)
+      .def("add_tensors", &PyReadJob::add_tensors, py::arg("files"), py::arg("offsets"),
+           py::arg("tensors"))
       .def("add_buffer", &PyReadJob::add_buffer, py::arg("file"), py::arg("offset"),
            py::arg("buffer"))
       .def("run", &PyReadJob::run)
