@@ -6,15 +6,14 @@
 #include <utility>
 #include <vector>
 
+#include "sizes.h"
+
 namespace pyckpt {
 namespace {
 
-constexpr size_t kGrain = 4096;  // so that every region can be written from with direct I/O
-constexpr size_t kSegmentGrain = 2 << 20;  // a huge page
-
-size_t round_up(size_t size, size_t multiple) {
-  return (size + multiple - 1) / multiple * multiple;
-}
+// A region is whole pages, so that it can be written from with direct I/O.
+constexpr size_t kGrain = kPage;
+constexpr size_t kSegmentGrain = kHugePage;
 
 }  // namespace
 

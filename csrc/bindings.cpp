@@ -13,6 +13,7 @@
 #include "crc32.h"
 #include "envelope.h"
 #include "error.h"
+#include "sizes.h"
 
 namespace pyckpt {
 namespace {
@@ -163,6 +164,10 @@ PYBIND11_MODULE(_C, module) {
   namespace py = pybind11;
   py::register_exception_translator(&pyckpt::translate_exception);
   module.attr("torch_version") = TORCH_VERSION;
+  module.attr("page_bytes") = pyckpt::kPage;
+  module.attr("aligned_payload_min_bytes") = pyckpt::kAlignedPayloadMin;
+  module.attr("small_source_bytes") = pyckpt::kSmallSource;
+  module.attr("small_alignment_bytes") = pyckpt::kSmallAlignment;
 #ifdef PYCKPT_CUDA
   module.attr("cuda") = true;
 #else

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "error.h"
+#include "sizes.h"
 
 namespace pyckpt {
 namespace {
@@ -23,7 +24,7 @@ size_t staging_threads(const EngineOptions& options) {
 }  // namespace
 
 Engine::Engine(const EngineOptions& options) : options_(options), process_(::getpid()) {
-  if (options.slot_bytes == 0 || options.slot_bytes % kPayloadAlignment != 0) {
+  if (options.slot_bytes == 0 || options.slot_bytes % kPage != 0) {
     throw std::invalid_argument("slot_bytes must be a positive multiple of 4096");
   }
   if (options.slots == 0) throw std::invalid_argument("slots must be positive");

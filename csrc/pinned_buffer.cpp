@@ -15,13 +15,13 @@
 #include "error.h"
 #include "numa.h"
 #include "signals.h"
+#include "sizes.h"
 
 namespace pyckpt {
 namespace {
 
 // Returns 0, or the number of an error.
 int populate_pages(std::byte* pages, size_t size) {
-  constexpr size_t kPage = 4096;
 #ifdef MADV_POPULATE_WRITE
   int result;
   do {

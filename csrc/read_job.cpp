@@ -10,21 +10,6 @@
 #include "stream_copy.h"
 
 namespace pyckpt {
-namespace {
-
-// What was checksummed is scattered while it is in a core's cache.
-constexpr uint64_t kCacheBlock = 128 << 10;
-
-// From this size on it pays to read straight into the destination where that is possible.
-constexpr uint64_t kInPlaceMin = 1 << 20;
-
-uint64_t round_up(uint64_t value, uint64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
-uint64_t round_down(uint64_t value, uint64_t multiple) { return value / multiple * multiple; }
-
-}  // namespace
 
 ReadJob::ReadJob(SlotRing* ring, IoThreads* threads, Direct direct, bool checksum)
     : ring_(ring), threads_(threads), direct_(direct), checksum_(checksum) {}

@@ -14,15 +14,12 @@
 #include "file.h"
 #include "io_threads.h"
 #include "job.h"
+#include "sizes.h"
 #include "slot_ring.h"
 #include "strided.h"
 #include "transfer_batch.h"
 
 namespace pyckpt {
-
-// Ranges closer than this are read in one go: passing over what lies between costs less than
-// another request to the disk.
-constexpr uint64_t kMergeGap = 64 << 10;
 
 // Memory that a range is read into. It must be there, and be nobody else's, until the job is over.
 struct Destination {

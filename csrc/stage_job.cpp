@@ -7,24 +7,16 @@
 
 #include "crc32.h"
 #include "nvtx.h"
+#include "sizes.h"
 
 namespace pyckpt {
 namespace {
 
-// Smaller sources share regions and units.
-constexpr uint64_t kSmall = 64 << 10;
-constexpr uint64_t kSmallAlignment = 64;
 // What a thread copies before it looks for more.
 constexpr uint64_t kUnit = 1 << 20;
-// Gathering and checksumming take turns on blocks that stay in a core's cache.
-constexpr uint64_t kCacheBlock = 128 << 10;
 // How many bytes a device copies between two tickets: a writer can begin with the first while the
 // others are on their way.
 constexpr uint64_t kTicketBytes = 16 << 20;
-
-uint64_t round_up(uint64_t value, uint64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
 
 // What small sources take that lie beside each other.
 uint64_t bytes_together(const std::vector<size_t>& indices,
@@ -98,7 +90,7 @@ void StageJob::place(Arena* arena, const std::vector<StageSource>& sources) {
           continue;
         }
       }
-      (source.size < kSmall ? group.small : group.large).push_back(i);
+      (source.size < kSmallSource ? group.small : group.large).push_back(i);
     }
     total += Arena::region_size(bytes_together(group.small, sources));
     for (const size_t i : group.large) total += Arena::region_size(sources[i].size);
@@ -161,7 +153,7 @@ void StageJob::cut_units(bool guarded) {
       copies_.begin());
   for (size_t i = first; i < copies_.size();) {
     const uint64_t size = copies_[i].source.size;
-    if (size >= kSmall) {
+    if (size >= kSmallSource) {
       // Pieces end where blocks do, so that all but the last are whole blocks.
       for (uint64_t begin = 0; begin < size; begin += kUnit) {
         units_.push_back({i, 1, begin, std::min(kUnit, size - begin)});
@@ -171,7 +163,7 @@ void StageJob::cut_units(bool guarded) {
       continue;
     }
     Unit unit{i, 0, 0, 0};
-    while (i < copies_.size() && copies_[i].source.size < kSmall && unit.size < kUnit) {
+    while (i < copies_.size() && copies_[i].source.size < kSmallSource && unit.size < kUnit) {
       unit.size += copies_[i].source.size;
       ++unit.copies;
       copies_[i].staged->pieces_left_ = 1;

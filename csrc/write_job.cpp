@@ -7,20 +7,17 @@
 
 #include "crc32.h"
 #include "error.h"
+#include "sizes.h"
 #include "stage_job.h"
 #include "transfer_batch.h"
 
 namespace pyckpt {
 namespace {
 
-// Gathering and checksumming take turns on blocks that stay in a core's cache, so that the checksum
-// does not fetch from memory what was just gathered.
-constexpr uint64_t kCacheBlock = 128 << 10;
-
 Image::Options image_options(const SlotRing& ring, const File& file) {
   Image::Options options;
   options.slot_bytes = ring.slot_bytes();
-  options.alignment = std::max<uint64_t>(kPayloadAlignment, file.offset_alignment());
+  options.alignment = std::max<uint64_t>(kPage, file.offset_alignment());
   // A buffered write copies from anywhere; a direct one needs the memory aligned.
   options.in_place_memory = file.memory_alignment();
   return options;
@@ -223,7 +220,7 @@ bool WriteJob::write_window(const Claim& claim) {
   uint64_t size = window.size;
   if (file_.direct()) {
     const uint64_t alignment = file_.offset_alignment();
-    size = std::min<uint64_t>((size + alignment - 1) / alignment * alignment, ring_->slot_bytes());
+    size = std::min<uint64_t>(round_up(size, alignment), ring_->slot_bytes());
     std::memset(claim.slot.data() + window.size, 0, size - window.size);
   }
   Stopwatch::Lap lap(&writing_, size);
