@@ -34,16 +34,16 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = (
-    # device_cuda.cpp
+    # device_cuda.cpp, and the cuda_*.h that it is made of
     Mutant(
         "follow: the copies to the host do not wait",
         "device_cuda.cpp",
-        'check(cudaStreamWaitEvent(to_host_, event.get(), 0), "cudaStreamWaitEvent");',
+        'check(cudaStreamWaitEvent(to_host_.get(), event.get(), 0), "cudaStreamWaitEvent");',
     ),
     Mutant(
         "follow: the copies from the host do not wait",
         "device_cuda.cpp",
-        'check(cudaStreamWaitEvent(from_host_, event.get(), 0), "cudaStreamWaitEvent");',
+        'check(cudaStreamWaitEvent(from_host_.get(), event.get(), 0), "cudaStreamWaitEvent");',
     ),
     Mutant(
         "follow: its event is not recorded",
@@ -69,13 +69,13 @@ MUTANTS = (
     ),
     Mutant(
         "captures are ended",
-        "device_cuda.cpp",
+        "cuda_entry.h",
         "check(cudaThreadExchangeStreamCaptureMode(&mode_), "
         '"cudaThreadExchangeStreamCaptureMode");',
     ),
     Mutant(
         "threads stay in another mode of capture",
-        "device_cuda.cpp",
+        "cuda_entry.h",
         "~Entry() { ignore(cudaThreadExchangeStreamCaptureMode(&mode_)); }",
         "~Entry() = default;",
     ),
@@ -109,7 +109,7 @@ MUTANTS = (
     ),
     Mutant(
         "things are given back without a current device",
-        "device_cuda.cpp",
+        "cuda_entry.h",
         "    const Entry entry(index);\n    function();",
         "    (void)index;\n    function();",
     ),
@@ -160,13 +160,13 @@ MUTANTS = (
     ),
     Mutant(
         "the device is not made the current one",
-        "device_cuda.cpp",
+        "cuda_entry.h",
         'check(cudaSetDevice(index), "cudaSetDevice");',
         "(void)index;",
     ),
     Mutant(
         "a ticket spins",
-        "device_cuda.cpp",
+        "cuda_event.h",
         "cudaEventDisableTiming | cudaEventBlockingSync",
         "cudaEventDisableTiming",
     ),
@@ -177,9 +177,9 @@ MUTANTS = (
     ),
     Mutant(
         "copies are ordered with the default stream",
-        "device_cuda.cpp",
-        "stream, cudaStreamNonBlocking",
-        "stream, cudaStreamDefault",
+        "cuda_stream.h",
+        "stream_, cudaStreamNonBlocking",
+        "stream_, cudaStreamDefault",
     ),
     Mutant(
         "copies go into memory that is not registered",
@@ -188,7 +188,7 @@ MUTANTS = (
     ),
     Mutant(
         "an event is not used again",
-        "device_cuda.cpp",
+        "cuda_event.h",
         "free_.push_back(event);",
         "cudaEvent_t kept = event;\n    (void)kept;",
     ),
