@@ -82,7 +82,7 @@ std::shared_ptr<StageJob> Engine::start_stage(const std::vector<StageSource>& so
   // Guarded memory is copied in the time until the next step, on few of the processors that the
   // program computes with; what the caller waits for, on as many as there are.
   options.lanes = std::max<size_t>(1, processors() / 4);
-  options.hurry = staging_threads(options_);
+  options.volatile_lanes = staging_threads(options_);
   std::shared_ptr<StageJob> job =
       StageJob::start(arena_.get(), staging_threads_.get(), sources, std::move(options));
   std::lock_guard lock(mutex_);

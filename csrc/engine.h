@@ -42,7 +42,7 @@ class Engine {
 
   std::shared_ptr<ReadJob> make_read(Direct direct, bool checksum);
 
-  // `options.lanes` and `options.hurry` are the engine's to choose.
+  // `options.lanes` and `options.volatile_lanes` are the engine's to choose.
   std::shared_ptr<StageJob> start_stage(const std::vector<StageSource>& sources,
                                         StageJob::Options options);
 

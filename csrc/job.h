@@ -33,8 +33,9 @@ class Job {
   // Fails the job, from any thread. Only the first error counts.
   void fail(std::exception_ptr error) noexcept;
 
- protected:
   bool has_failed() const { return failed_.load(std::memory_order_acquire); }
+
+ protected:
   void rethrow_if_failed();
   // Stops the clock that `seconds` reads.
   void end_clock();

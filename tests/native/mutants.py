@@ -235,31 +235,29 @@ MUTANTS = (
         "while (!region && growing_) {",
         "while (false) {",
     ),
-    # stage_job.cpp, engine.cpp
+    # stage_job.cpp, device_copies.cpp, engine.cpp
     Mutant(
         "the program is not held for what is not guarded",
         "stage_job.cpp",
-        "    for (const auto& [of, ticket] : job->last_) {\n"
-        "      if (of == device) device->hold(stream, *ticket);\n    }\n",
+        "    job->device_copies_.hold(device, stream);\n",
     ),
     Mutant(
         "the guard does not hold",
         "stage_job.cpp",
-        "  try {\n    for (const auto& [of, ticket] : last_) {\n"
-        "      if (of == device) device->hold(stream, *ticket);\n    }\n",
+        "  try {\n    device_copies_.hold(device, stream);\n",
         "  try {\n    (void)device, (void)stream;\n",
     ),
     Mutant(
         "the guard is for the first ticket",
-        "stage_job.cpp",
-        "last->second = ticket;",
+        "device_copies.cpp",
+        "newest->second = ticket;",
     ),
     Mutant(
         "a guard that cannot be set is not told",
         "stage_job.cpp",
-        "if (of == device) device->hold(stream, *ticket);\n    }\n  } catch (...) {\n"
+        "    device_copies_.hold(device, stream);\n  } catch (...) {\n"
         "    fail(std::current_exception());",
-        "if (of == device) device->hold(stream, *ticket);\n    }\n  } catch (...) {",
+        "    device_copies_.hold(device, stream);\n  } catch (...) {",
     ),
     Mutant(
         "a copy beside which a guard failed counts",
@@ -275,20 +273,21 @@ MUTANTS = (
     Mutant(
         "a job that is dropped does not wait",
         "stage_job.cpp",
-        "  wait_for_devices();  // but for no thread",
+        "  device_copies_.wait_for_devices();  // but for no thread",
         "  // but for no thread",
     ),
     Mutant(
         "devices are not waited for",
-        "stage_job.cpp",
+        "device_copies.cpp",
         "      ticket->wait();",
         "      (void)ticket;",
     ),
     Mutant(
         "threads are not waited for",
         "stage_job.cpp",
-        "    changed_.wait(lock, [this] { return units_left_ == 0; });\n  }\n  wait_for_devices();",
-        "  }\n  wait_for_devices();",
+        "    changed_.wait(lock, [this] { return units_left_ == 0; });\n  }\n"
+        "  device_copies_.wait_for_devices();",
+        "  }\n  device_copies_.wait_for_devices();",
     ),
     Mutant(
         "sources go while they are read",
@@ -318,7 +317,7 @@ MUTANTS = (
     Mutant(
         "wait_host does not wait",
         "stage_job.cpp",
-        "  do_units(units_.size());\n  std::unique_lock lock(mutex_);\n"
+        "  do_units(host_copies_.units());\n  std::unique_lock lock(mutex_);\n"
         "  changed_.wait(lock, [this] { return error_ || units_left_ == 0; });",
         "  std::unique_lock lock(mutex_);",
     ),
@@ -337,7 +336,7 @@ MUTANTS = (
     Mutant(
         "wait does not wait for devices",
         "stage_job.cpp",
-        "for (const Copy& copy : device_copies_) copy.staged->wait();",
+        "  device_copies_.wait();",
     ),
     Mutant(
         "a batch does not wait",
