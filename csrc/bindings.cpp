@@ -6,16 +6,26 @@
 
 #include <cstring>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "bindings_tensor.h"
 #include "crc32.h"
 #include "envelope.h"
 #include "error.h"
 #include "sizes.h"
 
 namespace pyckpt {
+
+Direct to_direct(const std::string& name) {
+  if (name == "auto") return Direct::kAuto;
+  if (name == "require") return Direct::kRequire;
+  if (name == "off") return Direct::kOff;
+  throw std::invalid_argument("direct must be 'auto', 'require' or 'off', not '" + name + "'");
+}
+
 namespace {
 
 uint32_t crc32_of(const py::object& buffer, uint32_t crc) {
