@@ -4,12 +4,12 @@
 #include <cuda_runtime_api.h>
 
 #include <memory>
-#include <mutex>
 #include <utility>
 #include <vector>
 
 #include "cuda_entry.h"
 #include "cuda_status.h"
+#include "mutex.h"
 
 namespace pyckpt::cuda {
 
@@ -22,15 +22,15 @@ class EventPool {
   EventPool& operator=(const EventPool&) = delete;
   ~EventPool() {
     if (free_.empty()) return;
-    enter_or_ignore(index_, [this] {
-      for (cudaEvent_t event : free_) ignore(cudaEventDestroy(event));
+    enter_or_ignore(index_, [events = std::move(free_)] {
+      for (cudaEvent_t event : events) ignore(cudaEventDestroy(event));
     });
   }
 
   // Within an Entry.
   cudaEvent_t take() {
     {
-      std::lock_guard lock(mutex_);
+      const Lock lock(mutex_);
       if (!free_.empty()) {
         cudaEvent_t event = free_.back();
         free_.pop_back();
@@ -41,13 +41,13 @@ class EventPool {
   }
 
   void give_back(cudaEvent_t event) noexcept {
-    std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     free_.push_back(event);
   }
 
   // Makes sure that so many are free. As `take`, within an Entry.
   void fill(size_t count) {
-    std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     free_.reserve(count);
     while (free_.size() < count) free_.push_back(make());
   }
@@ -62,8 +62,8 @@ class EventPool {
   }
 
   const int index_;
-  std::mutex mutex_;
-  std::vector<cudaEvent_t> free_;  // guarded by mutex_
+  Mutex mutex_;
+  std::vector<cudaEvent_t> free_ GUARDED_BY(mutex_);
 };
 
 // Owns one event, and gives it back to its pool. Made within an Entry.

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cctype>
 #include <functional>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,6 +15,7 @@
 #include "cuda_stream.h"
 #include "device.h"
 #include "error.h"
+#include "mutex.h"
 #include "numa.h"
 #include "pack.h"
 
@@ -134,7 +134,7 @@ class CudaDevice : public Device {
     if (prepared_.load(std::memory_order_acquire)) return;
     // Not std::call_once: where its function throws, as this may, other threads hang with some
     // C libraries and sanitizers.
-    std::lock_guard lock(preparing_);
+    const Lock lock(preparing_);
     if (prepared_.load(std::memory_order_relaxed)) return;
     prepare_();
     int same_addresses = 0;
@@ -216,7 +216,7 @@ class CudaDevice : public Device {
   const int index_;
   const std::function<void()> prepare_;
   const std::shared_ptr<EventPool> events_;
-  std::mutex preparing_;
+  Mutex preparing_;
   std::atomic<bool> prepared_{false};
   std::atomic<size_t> pack_capacity_{kPackTransfers};
   // Constant once prepared.

@@ -57,7 +57,7 @@ std::shared_ptr<WriteJob> Engine::start_write(const std::string& path,
   check_process();
   // Opening a file may take a file system long, so it is not done under the lock.
   std::shared_ptr<WriteJob> job = WriteJob::start(ring_.get(), threads_.get(), path, options);
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   check_open();
   remember(job);
   return job;
@@ -65,7 +65,7 @@ std::shared_ptr<WriteJob> Engine::start_write(const std::string& path,
 
 std::shared_ptr<ReadJob> Engine::make_read(Direct direct, bool checksum) {
   check_process();
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   check_open();
   auto job = std::make_shared<ReadJob>(ring_.get(), threads_.get(), direct, checksum);
   remember(job);
@@ -76,7 +76,7 @@ std::shared_ptr<StageJob> Engine::start_stage(const std::vector<StageSource>& so
                                               StageJob::Options options) {
   check_process();
   {
-    std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     check_open();
   }
   // Guarded memory is copied in the time until the next step, on few of the processors that the
@@ -85,7 +85,7 @@ std::shared_ptr<StageJob> Engine::start_stage(const std::vector<StageSource>& so
   options.volatile_lanes = staging_threads(options_);
   std::shared_ptr<StageJob> job =
       StageJob::start(arena_.get(), staging_threads_.get(), sources, std::move(options));
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   remember(job);
   return job;
 }
@@ -94,7 +94,7 @@ std::shared_ptr<Device> Engine::cuda_device([[maybe_unused]] int index) {
 #ifdef PYCKPT_CUDA
   check_process();
   if (index < 0) throw std::invalid_argument("CUDA devices are numbered from 0 on");
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   check_open();
   const auto at = static_cast<size_t>(index);
   if (devices_.size() <= at) devices_.resize(at + 1);
@@ -109,7 +109,7 @@ std::shared_ptr<Device> Engine::cuda_device([[maybe_unused]] int index) {
 
 bool Engine::uses_devices() const {
   if (forked()) return false;
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   return !devices_.empty();
 }
 
@@ -123,7 +123,7 @@ void Engine::close() {
   if (forked()) return;  // what there is to close is in the parent
   std::vector<std::weak_ptr<Job>> jobs;
   {
-    std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     if (closed_) return;
     closed_ = true;
     jobs = std::exchange(jobs_, {});
@@ -138,7 +138,7 @@ void Engine::close() {
 }
 
 bool Engine::closed() const {
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   return closed_;
 }
 

@@ -5,11 +5,10 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <exception>
-#include <mutex>
 
+#include "mutex.h"
 #include "nvtx.h"
 
 namespace pyckpt {
@@ -41,10 +40,10 @@ class Job {
   void end_clock();
   double seconds() const;
 
-  mutable std::mutex mutex_;
+  mutable Mutex mutex_;
   // Something that a thread may wait for came about; every wait looks at error_ too.
-  std::condition_variable changed_;
-  std::exception_ptr error_;  // guarded by mutex_
+  Condition changed_;
+  std::exception_ptr error_ GUARDED_BY(mutex_);
 
  private:
   const pid_t process_;

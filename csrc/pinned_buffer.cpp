@@ -80,7 +80,7 @@ PinnedBuffer::~PinnedBuffer() {
 void PinnedBuffer::pin([[maybe_unused]] int device) {
 #ifdef PYCKPT_CUDA
   if (pinned_.load(std::memory_order_acquire)) return;
-  std::lock_guard lock(pinning_);
+  const Lock lock(pinning_);
   if (device_ == kNoDevice) {
     device_ = device;
     prefer_node(data_, size_, host_node(device));

@@ -95,8 +95,8 @@ class ReadJob : public Job, public std::enable_shared_from_this<ReadJob> {
   };
 
   void start();
-  void land(std::unique_lock<std::mutex>* lock);
-  void note_files(ReadStatistics* statistics) const;
+  void land() REQUIRES(mutex_);
+  void note_files(ReadStatistics* statistics) const REQUIRES(mutex_);
   void cut();
   bool cut_in_place(Range* range, std::vector<Piece>* rest);
   void cut_span(const std::vector<Piece>& pieces, uint64_t end);
@@ -118,14 +118,14 @@ class ReadJob : public Job, public std::enable_shared_from_this<ReadJob> {
   std::deque<Range> ranges_;
   std::vector<Window> windows_;
 
-  size_t next_ = 0;    // of windows_; guarded by mutex_
-  size_t active_ = 0;  // guarded by mutex_
-  // The oldest first; guarded by mutex_. The thread in `run` waits for them and nobody else, so
+  size_t next_ GUARDED_BY(mutex_) = 0;  // of windows_
+  size_t active_ GUARDED_BY(mutex_) = 0;
+  // The oldest first. The thread in `run` waits for them and nobody else, so
   // that the engine's threads read on into whatever slots there are, of any job, and none of them
   // waits for a slot that only another one's wait would free.
-  std::list<Landing> landings_;
-  ReadStatistics
-      ended_;  // what there is to know of the files once they are closed; guarded by mutex_
+  std::list<Landing> landings_ GUARDED_BY(mutex_);
+  // What there is to know of the files once they are closed.
+  ReadStatistics ended_ GUARDED_BY(mutex_);
 
   std::atomic<uint64_t> bytes_needed_{0};
   std::atomic<uint64_t> bytes_read_{0};

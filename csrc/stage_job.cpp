@@ -104,8 +104,10 @@ void StageJob::place(Arena* arena, const std::vector<StageSource>& sources) {
       }
     }
     host_copies_.cut_units();
-    if (!group.guarded) volatile_left_ = volatile_units_ = host_copies_.units();
+    if (!group.guarded) volatile_units_ = host_copies_.units();
   }
+  const Lock lock(mutex_);
+  volatile_left_ = volatile_units_;
   units_left_ = host_copies_.units();
   for (const auto& [i, twin] : twins) staged_[i] = staged_[twin];
 }
@@ -161,7 +163,7 @@ bool StageJob::do_unit(size_t limit) noexcept {
       fail(std::current_exception());
     }
   }
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   if (*unit < volatile_units_) --volatile_left_;
   if (--units_left_ == 0) end_clock();
   changed_.notify_all();
@@ -171,8 +173,8 @@ bool StageJob::do_unit(size_t limit) noexcept {
 // A thread of the engine must not help here: that would take processors from the program.
 void StageJob::wait_for(Staged* staged) {
   if (!staged->ticket_) {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return error_ || staged->complete_.load(); });
+    Lock lock(mutex_);
+    changed_.wait(lock, [&]() REQUIRES(mutex_) { return error_ || staged->complete_.load(); });
     if (error_) std::rethrow_exception(error_);
     return;
   }
@@ -189,22 +191,22 @@ void StageJob::wait_for(Staged* staged) {
 
 void StageJob::wait_volatile() {
   do_units(volatile_units_);
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return error_ || volatile_left_ == 0; });
+  Lock lock(mutex_);
+  changed_.wait(lock, [this]() REQUIRES(mutex_) { return error_ || volatile_left_ == 0; });
   if (error_) std::rethrow_exception(error_);
 }
 
 void StageJob::wait_host() {
   do_units(host_copies_.units());
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return error_ || units_left_ == 0; });
+  Lock lock(mutex_);
+  changed_.wait(lock, [this]() REQUIRES(mutex_) { return error_ || units_left_ == 0; });
   if (error_) std::rethrow_exception(error_);
 }
 
 void StageJob::wait() {
   {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return error_ || units_left_ == 0; });
+    Lock lock(mutex_);
+    changed_.wait(lock, [this]() REQUIRES(mutex_) { return error_ || units_left_ == 0; });
     if (error_) std::rethrow_exception(error_);
   }
   device_copies_.wait();
@@ -226,8 +228,8 @@ void StageJob::hold(const std::shared_ptr<Device>& device, Stream stream) {
 void StageJob::quiesce() noexcept {
   if (has_failed()) do_units(host_copies_.units());  // which are passed over
   {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return units_left_ == 0; });
+    Lock lock(mutex_);
+    changed_.wait(lock, [this]() REQUIRES(mutex_) { return units_left_ == 0; });
   }
   device_copies_.wait_for_devices();
 }
@@ -235,7 +237,7 @@ void StageJob::quiesce() noexcept {
 void StageJob::release_sources() noexcept {
   quiesce();
   std::shared_ptr<const void> sources;
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   sources.swap(options_.sources);  // and let go of after the lock
 }
 

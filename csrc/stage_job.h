@@ -101,9 +101,8 @@ class StageJob : public Job, public std::enable_shared_from_this<StageJob> {
   uint64_t bytes_staged_ = 0;
   uint64_t bytes_streamed_ = 0;
 
-  // Guarded by mutex_.
-  size_t volatile_left_ = 0;
-  size_t units_left_ = 0;
+  size_t volatile_left_ GUARDED_BY(mutex_) = 0;
+  size_t units_left_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace pyckpt

@@ -52,7 +52,7 @@ bool WriteJob::add(std::shared_ptr<const Envelope> envelope, Source source) {
   items_added_.fetch_add(1, std::memory_order_relaxed);
   bytes_added_.store(image_.size(), std::memory_order_relaxed);
   if (full_.empty()) return true;
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   publish();
   return has_room();
 }
@@ -63,8 +63,8 @@ void WriteJob::check_running() {
 }
 
 void WriteJob::wait_for_room() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return error_ || has_room(); });
+  Lock lock(mutex_);
+  changed_.wait(lock, [this]() REQUIRES(mutex_) { return error_ || has_room(); });
 }
 
 bool WriteJob::has_room() const {
@@ -73,7 +73,7 @@ bool WriteJob::has_room() const {
 
 // Hands the windows that are full to the threads, a task each, so that they take turns with those
 // of other jobs. A task holds the job: one that comes to run after a failure finds it, and nothing
-// to do. The caller holds mutex_.
+// to do.
 void WriteJob::publish() {
   for (Window& window : full_) {
     ready_bytes_ += window.size;
@@ -88,9 +88,10 @@ void WriteJob::finish() {
   image_.finish(&full_);
   bytes_added_.store(image_.size(), std::memory_order_relaxed);
   {
-    std::unique_lock lock(mutex_);
+    Lock lock(mutex_);
     publish();
-    changed_.wait(lock, [this] { return active_ == 0 && (error_ || ready_.empty()); });
+    changed_.wait(lock,
+                  [this]() REQUIRES(mutex_) { return active_ == 0 && (error_ || ready_.empty()); });
   }
   rethrow_if_failed();
   try {
@@ -119,8 +120,8 @@ void WriteJob::abandon() noexcept {
   ended_ = true;
   fail(std::make_exception_ptr(std::runtime_error("the job was abandoned")));
   {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return active_ == 0; });
+    Lock lock(mutex_);
+    changed_.wait(lock, [this]() REQUIRES(mutex_) { return active_ == 0; });
     ready_.clear();
   }
   remove_file(file_.path());
@@ -169,7 +170,7 @@ void WriteJob::work() noexcept {
       fail(std::current_exception());
     }
     claimed->slot.release();
-    std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     --active_;
     if (written) bytes_written_.fetch_add(claimed->window.size, std::memory_order_relaxed);
     changed_.notify_all();
@@ -182,7 +183,7 @@ void WriteJob::work() noexcept {
 // taken, the first can always go on, and those that wait for its checksum come to their turn.
 std::optional<WriteJob::Claim> WriteJob::claim() {
   Slot slot;
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   for (;;) {
     if (error_ || ready_.empty()) return std::nullopt;
     const bool in_place = ready_.front().in_place;
@@ -322,7 +323,7 @@ void WriteJob::count_off(const Piece& piece, uint32_t crc) {
   }
   if (item.pieces_left.fetch_sub(1, std::memory_order_acq_rel) == 1 && item.spans_windows) {
     // The lock makes sure that a thread which saw the old count has begun to wait.
-    std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     changed_.notify_all();
   }
 }
@@ -332,8 +333,8 @@ void WriteJob::count_off(const Piece& piece, uint32_t crc) {
 bool WriteJob::wait_for_checksum(const Item& item) {
   const auto complete = [&] { return item.pieces_left.load(std::memory_order_acquire) == 0; };
   if (complete()) return true;
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return error_ || complete(); });
+  Lock lock(mutex_);
+  changed_.wait(lock, [&]() REQUIRES(mutex_) { return error_ || complete(); });
   return complete();
 }
 

@@ -220,14 +220,14 @@ MUTANTS = (
         "an arena that registers answers nobody",
         "arena.cpp",
         "  if (pin_device != kNoDevice) region->segment_->pin(pin_device);",
-        "  std::lock_guard lock(mutex_);\n"
+        "  const Lock lock(mutex_);\n"
         "  if (pin_device != kNoDevice) region->segment_->pin(pin_device);",
     ),
     Mutant(
         "an arena that reserves answers nobody",
         "arena.cpp",
         "  for (const Part& part : parts) {",
-        "  std::lock_guard still(mutex_);\n  for (const Part& part : parts) {",
+        "  const Lock still(mutex_);\n  for (const Part& part : parts) {",
     ),
     Mutant(
         "nobody waits for memory that is being made",
@@ -285,7 +285,7 @@ MUTANTS = (
     Mutant(
         "threads are not waited for",
         "stage_job.cpp",
-        "    changed_.wait(lock, [this] { return units_left_ == 0; });\n  }\n"
+        "    changed_.wait(lock, [this]() REQUIRES(mutex_) { return units_left_ == 0; });\n  }\n"
         "  device_copies_.wait_for_devices();",
         "  }\n  device_copies_.wait_for_devices();",
     ),
@@ -310,22 +310,23 @@ MUTANTS = (
     Mutant(
         "wait_volatile does not wait",
         "stage_job.cpp",
-        "  do_units(volatile_units_);\n  std::unique_lock lock(mutex_);\n"
-        "  changed_.wait(lock, [this] { return error_ || volatile_left_ == 0; });",
-        "  std::unique_lock lock(mutex_);",
+        "  do_units(volatile_units_);\n  Lock lock(mutex_);\n"
+        "  changed_.wait(lock, [this]() REQUIRES(mutex_) { "
+        "return error_ || volatile_left_ == 0; });",
+        "  Lock lock(mutex_);",
     ),
     Mutant(
         "wait_host does not wait",
         "stage_job.cpp",
-        "  do_units(host_copies_.units());\n  std::unique_lock lock(mutex_);\n"
-        "  changed_.wait(lock, [this] { return error_ || units_left_ == 0; });",
-        "  std::unique_lock lock(mutex_);",
+        "  do_units(host_copies_.units());\n  Lock lock(mutex_);\n"
+        "  changed_.wait(lock, [this]() REQUIRES(mutex_) { return error_ || units_left_ == 0; });",
+        "  Lock lock(mutex_);",
     ),
     Mutant(
         "who waits does not help",
         "stage_job.cpp",
-        "  do_units(volatile_units_);\n  std::unique_lock",
-        "  std::unique_lock",
+        "  do_units(volatile_units_);\n  Lock",
+        "  Lock",
     ),
     Mutant(
         "regions are given back while they are written to",
