@@ -82,8 +82,9 @@ class Programs {
 // The copy that is the memory of a tensor handed out by a staging; null for other tensors.
 std::shared_ptr<Staged> staged_of(const at::Tensor& tensor);
 
-// A tensor, and how its elements stand in a file: with the strides `file_stride` (in elements), or
-// one after another in row-major order. Throws std::invalid_argument for strides that cannot be.
+// Where the elements of a tensor stand, in its memory and in a file. In the file they have the
+// strides `file_stride` (in elements), or follow one another in row-major order. Throws
+// std::invalid_argument for strides that cannot be.
 std::vector<Strided::Dimension> box_of(const at::Tensor& tensor,
                                        const std::optional<std::vector<int64_t>>& file_stride);
 
