@@ -61,6 +61,7 @@ format-check: $(BIN)/.group-lint
 
 lint: $(BIN)/.group-lint
 	$(BIN)/ruff check .
+	$(MAKE) -C tests/native thread-safety
 
 types: $(BIN)/.built $(BIN)/.group-test-all $(BIN)/.group-lint
 	$(BIN)/mypy

@@ -363,7 +363,7 @@ def _compiled(compiler: str, directory: Path) -> tuple[Path, Path]:
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         list(threads.map(lambda job: subprocess.run([compiler, *job], check=True), jobs))
     for name, left_out in (("with", ""), ("without", "crc32")):
-        linked = [path for stem, path in objects.items() if stem != left_out]
+        linked = [path for stem, path in objects.items() if stem.split("_")[0] != left_out]
         linked += [directory / f"{name}.o", Path("-o"), directory / name]
         subprocess.run([compiler, "-pthread", *linked], check=True)
     return directory / "with", directory / "without"

@@ -6,15 +6,14 @@
 #include <utility>
 #include <vector>
 
+#include "sizes.h"
+
 namespace pyckpt {
 namespace {
 
-constexpr size_t kGrain = 4096;  // so that every region can be written from with direct I/O
-constexpr size_t kSegmentGrain = 2 << 20;  // a huge page
-
-size_t round_up(size_t size, size_t multiple) {
-  return (size + multiple - 1) / multiple * multiple;
-}
+// A region is whole pages, so that it can be written from with direct I/O.
+constexpr size_t kGrain = kPage;
+constexpr size_t kSegmentGrain = kHugePage;
 
 }  // namespace
 
@@ -26,14 +25,14 @@ std::shared_ptr<Region> Arena::allocate(size_t size, Kind kind, int pin_device) 
   size = region_size(std::max<size_t>(size, 1));
   std::shared_ptr<Region> region;
   {
-    std::unique_lock lock(mutex_);
+    Lock lock(mutex_);
     region = take_free(size, kind);
     while (!region && growing_) {
       grown_.wait(lock);
       region = take_free(size, kind);
     }
     if (!region) {
-      if (add_segment(&lock, size, kind, pin_device) == nullptr) return nullptr;
+      if (add_segment(size, kind, pin_device) == nullptr) return nullptr;
       region = take_free(size, kind);
     }
   }
@@ -48,8 +47,8 @@ void Arena::reserve(size_t bytes, Kind kind, int pin_device, bool populate) {
   };
   std::vector<Part> parts;
   {
-    std::unique_lock lock(mutex_);
-    grown_.wait(lock, [this] { return !growing_; });
+    Lock lock(mutex_);
+    grown_.wait(lock, [this]() REQUIRES(mutex_) { return !growing_; });
     size_t free = 0;
     for (const Segment& segment : segments_) {
       if (segment.kind != kind) continue;
@@ -58,7 +57,7 @@ void Arena::reserve(size_t bytes, Kind kind, int pin_device, bool populate) {
     if (free < bytes) {
       const size_t room = (max_bytes_ - held_bytes_) / kSegmentGrain * kSegmentGrain;
       const size_t wanted = std::min(round_up(bytes - free, kSegmentGrain), room);
-      if (wanted > 0) add_segment(&lock, wanted, kind, pin_device);
+      if (wanted > 0) add_segment(wanted, kind, pin_device);
     }
     for (const Segment& segment : segments_) {
       if (segment.kind == kind) parts.push_back({segment.buffer, segment.free});
@@ -72,12 +71,12 @@ void Arena::reserve(size_t bytes, Kind kind, int pin_device, bool populate) {
 }
 
 size_t Arena::held_bytes() const {
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   return held_bytes_;
 }
 
 size_t Arena::used_bytes() const {
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   return used_bytes_;
 }
 
@@ -110,7 +109,6 @@ void Arena::put_back(Segment* segment, size_t offset, size_t size) {
   free.emplace(offset, size);
 }
 
-// With mutex_ held.
 std::shared_ptr<Region> Arena::take_free(size_t size, Kind kind) {
   for (Segment& segment : segments_) {
     if (segment.kind != kind) continue;
@@ -122,15 +120,14 @@ std::shared_ptr<Region> Arena::take_free(size_t size, Kind kind) {
   return nullptr;
 }
 
-// With mutex_ held, but for the time that it takes to make the memory. Then no other segment is
+// Lets go of mutex_ for the time that it takes to make the memory. Then no other segment is
 // made: whoever needs one looks first whether this one will do.
-Arena::Segment* Arena::add_segment(std::unique_lock<std::mutex>* lock, size_t at_least, Kind kind,
-                                   int pin_device) {
+Arena::Segment* Arena::add_segment(size_t at_least, Kind kind, int pin_device) {
   const size_t size = round_up(at_least, kSegmentGrain);
   if (size > max_bytes_ - held_bytes_) return nullptr;
   growing_ = true;
   held_bytes_ += size;
-  lock->unlock();
+  mutex_.unlock();
   std::list<Segment> made;
   std::exception_ptr error;
   try {
@@ -140,7 +137,7 @@ Arena::Segment* Arena::add_segment(std::unique_lock<std::mutex>* lock, size_t at
   } catch (...) {
     error = std::current_exception();
   }
-  lock->lock();
+  mutex_.lock();
   growing_ = false;
   grown_.notify_all();
   if (error) {
@@ -152,7 +149,7 @@ Arena::Segment* Arena::add_segment(std::unique_lock<std::mutex>* lock, size_t at
 }
 
 void Arena::give_back(Region* region) noexcept {
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   if (std::exchange(region->given_back_, true)) return;
   for (Segment& segment : segments_) {
     if (segment.buffer != region->segment_) continue;

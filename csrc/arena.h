@@ -1,13 +1,12 @@
 // Host memory for copies that outlive the call that made them.
 #pragma once
 
-#include <condition_variable>
 #include <cstddef>
 #include <list>
 #include <map>
 #include <memory>
-#include <mutex>
 
+#include "mutex.h"
 #include "pinned_buffer.h"
 
 namespace pyckpt {
@@ -88,20 +87,18 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   static std::byte* take(Segment* segment, size_t size);
   static void put_back(Segment* segment, size_t offset, size_t size);
-  std::shared_ptr<Region> take_free(size_t size, Kind kind);
-  Segment* add_segment(std::unique_lock<std::mutex>* lock, size_t at_least, Kind kind,
-                       int pin_device);
+  std::shared_ptr<Region> take_free(size_t size, Kind kind) REQUIRES(mutex_);
+  Segment* add_segment(size_t at_least, Kind kind, int pin_device) REQUIRES(mutex_);
   void give_back(Region* region) noexcept;
 
   const size_t max_bytes_;
 
-  mutable std::mutex mutex_;
-  std::condition_variable grown_;
-  // Guarded by mutex_.
-  bool growing_ = false;  // some thread makes a segment
-  std::list<Segment> segments_;
-  size_t held_bytes_ = 0;
-  size_t used_bytes_ = 0;
+  mutable Mutex mutex_;
+  Condition grown_;
+  bool growing_ GUARDED_BY(mutex_) = false;  // some thread makes a segment
+  std::list<Segment> segments_ GUARDED_BY(mutex_);
+  size_t held_bytes_ GUARDED_BY(mutex_) = 0;
+  size_t used_bytes_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace pyckpt

@@ -6,15 +6,26 @@
 
 #include <cstring>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "bindings_tensor.h"
 #include "crc32.h"
 #include "envelope.h"
 #include "error.h"
+#include "sizes.h"
 
 namespace pyckpt {
+
+Direct to_direct(const std::string& name) {
+  if (name == "auto") return Direct::kAuto;
+  if (name == "require") return Direct::kRequire;
+  if (name == "off") return Direct::kOff;
+  throw std::invalid_argument("direct must be 'auto', 'require' or 'off', not '" + name + "'");
+}
+
 namespace {
 
 uint32_t crc32_of(const py::object& buffer, uint32_t crc) {
@@ -163,6 +174,10 @@ PYBIND11_MODULE(_C, module) {
   namespace py = pybind11;
   py::register_exception_translator(&pyckpt::translate_exception);
   module.attr("torch_version") = TORCH_VERSION;
+  module.attr("page_bytes") = pyckpt::kPage;
+  module.attr("aligned_payload_min_bytes") = pyckpt::kAlignedPayloadMin;
+  module.attr("small_source_bytes") = pyckpt::kSmallSource;
+  module.attr("small_alignment_bytes") = pyckpt::kSmallAlignment;
 #ifdef PYCKPT_CUDA
   module.attr("cuda") = true;
 #else

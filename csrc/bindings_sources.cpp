@@ -10,6 +10,7 @@
 #include <stdexcept>
 
 #include "bindings.h"
+#include "bindings_tensor.h"
 
 namespace pyckpt {
 namespace {

@@ -17,6 +17,8 @@
 
 #include "bindings.h"
 #include "bindings_sources.h"
+#include "bindings_tensor.h"
+#include "stage_job.h"
 
 namespace pyckpt {
 namespace {

@@ -5,18 +5,30 @@
 #include <atomic>
 #include <cctype>
 #include <functional>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "cuda_entry.h"
+#include "cuda_event.h"
+#include "cuda_status.h"
+#include "cuda_stream.h"
 #include "device.h"
 #include "error.h"
+#include "mutex.h"
 #include "numa.h"
 #include "pack.h"
 
 namespace pyckpt {
 namespace {
+
+using cuda::check;
+using cuda::Entry;
+using cuda::EventPool;
+using cuda::ignore;
+using cuda::is_capturing;
+using cuda::OwnedStream;
+using cuda::PooledEvent;
 
 // A copy by itself costs a call of the driver, and between two a copy engine rests for a
 // microsecond or two. Of the 40 that 2 MiB take over a bus of 50 GB/s that is little, of the 5 for
@@ -27,116 +39,6 @@ constexpr size_t kPackMax = 2 << 20;
 
 // Points in queues that are made before they are needed: of a save that copies 1 GiB.
 constexpr size_t kEventsAtFirst = 64;
-
-void check(cudaError_t status, const char* call) {
-  if (status == cudaSuccess) return;
-  cudaGetLastError();  // whoever asks for the last error next did not make this one
-  throw CudaError(std::string(call) + " failed: " + cudaGetErrorName(status) + ": " +
-                  cudaGetErrorString(status));
-}
-
-// For what nobody can be told of: destructors give things back as well as they can.
-void ignore(cudaError_t status) {
-  if (status != cudaSuccess) cudaGetLastError();
-}
-
-// What each use of CUDA begins with. The device is made the thread's current one: a thread that has
-// none would make a context on device 0. And while this lives, the thread may make calls that CUDA
-// else refuses while any thread captures a graph in the global mode, torch's default: waiting for
-// an event, registering memory, loading a kernel. Refused, each of them also ends that capture with
-// an error. They are safe: nothing that we do is to become part of a graph, nor waits for one.
-class Entry {
- public:
-  explicit Entry(int index) {
-    check(cudaSetDevice(index), "cudaSetDevice");
-    check(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode");
-  }
-  Entry(const Entry&) = delete;
-  Entry& operator=(const Entry&) = delete;
-  ~Entry() { ignore(cudaThreadExchangeStreamCaptureMode(&mode_)); }
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // the thread's own meanwhile
-};
-
-// For destructors, which give things back as well as they can.
-template <typename Function>
-void enter_or_ignore(int index, Function function) noexcept {
-  try {
-    const Entry entry(index);
-    function();
-  } catch (const CudaError&) {
-    // The device is lost. What other devices use is to be given back nonetheless.
-    function();
-  }
-}
-
-// The events of one device, used again and again: making one takes a lock of the driver.
-class EventPool {
- public:
-  explicit EventPool(int index) : index_(index) {}
-  EventPool(const EventPool&) = delete;
-  EventPool& operator=(const EventPool&) = delete;
-  ~EventPool() {
-    if (free_.empty()) return;
-    enter_or_ignore(index_, [this] {
-      for (cudaEvent_t event : free_) ignore(cudaEventDestroy(event));
-    });
-  }
-
-  // Within an Entry.
-  cudaEvent_t take() {
-    {
-      std::lock_guard lock(mutex_);
-      if (!free_.empty()) {
-        cudaEvent_t event = free_.back();
-        free_.pop_back();
-        return event;
-      }
-    }
-    return make();
-  }
-
-  void give_back(cudaEvent_t event) noexcept {
-    std::lock_guard lock(mutex_);
-    free_.push_back(event);
-  }
-
-  // Makes sure that so many are free. As `take`, within an Entry.
-  void fill(size_t count) {
-    std::lock_guard lock(mutex_);
-    free_.reserve(count);
-    while (free_.size() < count) free_.push_back(make());
-  }
-
- private:
-  static cudaEvent_t make() {
-    cudaEvent_t event;
-    // Whoever waits sleeps, and leaves the processor to the program.
-    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync),
-          "cudaEventCreateWithFlags");
-    return event;
-  }
-
-  const int index_;
-  std::mutex mutex_;
-  std::vector<cudaEvent_t> free_;  // guarded by mutex_
-};
-
-class PooledEvent {
- public:
-  explicit PooledEvent(std::shared_ptr<EventPool> pool)
-      : pool_(std::move(pool)), event_(pool_->take()) {}
-  PooledEvent(const PooledEvent&) = delete;
-  PooledEvent& operator=(const PooledEvent&) = delete;
-  ~PooledEvent() { pool_->give_back(event_); }
-
-  cudaEvent_t get() const { return event_; }
-
- private:
-  const std::shared_ptr<EventPool> pool_;
-  const cudaEvent_t event_;
-};
 
 class CudaTicket : public Ticket {
  public:
@@ -161,17 +63,13 @@ class CudaTicket : public Ticket {
 class CudaDevice : public Device {
  public:
   CudaDevice(int index, std::function<void()> prepare)
-      : index_(index), prepare_(std::move(prepare)), events_(std::make_shared<EventPool>(index)) {}
+      : index_(index),
+        prepare_(std::move(prepare)),
+        events_(std::make_shared<EventPool>(index)),
+        to_host_(index),
+        from_host_(index) {}
   CudaDevice(const CudaDevice&) = delete;
   CudaDevice& operator=(const CudaDevice&) = delete;
-  ~CudaDevice() override {
-    if (to_host_ == nullptr) return;
-    enter_or_ignore(index_, [this] {
-      for (const cudaStream_t stream : {to_host_, from_host_}) {
-        if (stream != nullptr) ignore(cudaStreamDestroy(stream));
-      }
-    });
-  }
 
   int index() const override { return index_; }
 
@@ -190,13 +88,13 @@ class CudaDevice : public Device {
   std::shared_ptr<Ticket> copy_to_host(const std::vector<Transfer>& transfers) override {
     const Entry entry(index_);
     make_queues();
-    return copy(transfers, cudaMemcpyDeviceToHost, to_host_);
+    return copy(transfers, cudaMemcpyDeviceToHost, to_host_.get());
   }
 
   std::shared_ptr<Ticket> copy_from_host(const std::vector<Transfer>& transfers) override {
     const Entry entry(index_);
     make_queues();
-    return copy(transfers, cudaMemcpyHostToDevice, from_host_);
+    return copy(transfers, cudaMemcpyHostToDevice, from_host_.get());
   }
 
   void follow(Stream stream) override {
@@ -210,8 +108,8 @@ class CudaDevice : public Device {
     }
     const PooledEvent event(events_);
     check(cudaEventRecord(event.get(), program), "cudaEventRecord");
-    check(cudaStreamWaitEvent(to_host_, event.get(), 0), "cudaStreamWaitEvent");
-    check(cudaStreamWaitEvent(from_host_, event.get(), 0), "cudaStreamWaitEvent");
+    check(cudaStreamWaitEvent(to_host_.get(), event.get(), 0), "cudaStreamWaitEvent");
+    check(cudaStreamWaitEvent(from_host_.get(), event.get(), 0), "cudaStreamWaitEvent");
   }
 
   void hold(Stream stream, const Ticket& ticket) override {
@@ -226,23 +124,17 @@ class CudaDevice : public Device {
   Stream to_host() override {
     const Entry entry(index_);
     make_queues();
-    return to_host_;
+    return to_host_.get();
   }
 
  private:
-  static bool is_capturing(cudaStream_t stream) {
-    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
-    return capture != cudaStreamCaptureStatusNone;
-  }
-
   // Within an Entry, whose device stays the thread's current one: setting back device 0 would make
   // a context there, in each process of a node.
   void make_queues() {
     if (prepared_.load(std::memory_order_acquire)) return;
     // Not std::call_once: where its function throws, as this may, other threads hang with some
     // C libraries and sanitizers.
-    std::lock_guard lock(preparing_);
+    const Lock lock(preparing_);
     if (prepared_.load(std::memory_order_relaxed)) return;
     prepare_();
     int same_addresses = 0;
@@ -250,12 +142,9 @@ class CudaDevice : public Device {
                                  index_),
           "cudaDeviceGetAttribute");
     packs_ = same_addresses != 0;
-    // Non-blocking: work on the program's default stream neither waits for a copy nor holds it up.
     // The first may be there from an attempt at which the second failed.
-    for (cudaStream_t* stream : {&to_host_, &from_host_}) {
-      if (*stream != nullptr) continue;
-      check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-    }
+    to_host_.make();
+    from_host_.make();
     prepared_.store(true, std::memory_order_release);
   }
 
@@ -327,13 +216,13 @@ class CudaDevice : public Device {
   const int index_;
   const std::function<void()> prepare_;
   const std::shared_ptr<EventPool> events_;
-  std::mutex preparing_;
+  Mutex preparing_;
   std::atomic<bool> prepared_{false};
   std::atomic<size_t> pack_capacity_{kPackTransfers};
   // Constant once prepared.
   bool packs_ = false;
-  cudaStream_t to_host_ = nullptr;
-  cudaStream_t from_host_ = nullptr;
+  OwnedStream to_host_;
+  OwnedStream from_host_;
 };
 
 }  // namespace
@@ -347,7 +236,7 @@ void register_host_memory(int device, void* memory, size_t size) {
 }
 
 void unregister_host_memory(int device, void* memory) noexcept {
-  enter_or_ignore(device, [&] { ignore(cudaHostUnregister(memory)); });
+  cuda::enter_or_ignore(device, [&] { ignore(cudaHostUnregister(memory)); });
 }
 
 int host_node(int device) {

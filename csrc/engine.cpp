@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "error.h"
+#include "sizes.h"
 
 namespace pyckpt {
 namespace {
@@ -23,7 +24,7 @@ size_t staging_threads(const EngineOptions& options) {
 }  // namespace
 
 Engine::Engine(const EngineOptions& options) : options_(options), process_(::getpid()) {
-  if (options.slot_bytes == 0 || options.slot_bytes % kPayloadAlignment != 0) {
+  if (options.slot_bytes == 0 || options.slot_bytes % kPage != 0) {
     throw std::invalid_argument("slot_bytes must be a positive multiple of 4096");
   }
   if (options.slots == 0) throw std::invalid_argument("slots must be positive");
@@ -56,7 +57,7 @@ std::shared_ptr<WriteJob> Engine::start_write(const std::string& path,
   check_process();
   // Opening a file may take a file system long, so it is not done under the lock.
   std::shared_ptr<WriteJob> job = WriteJob::start(ring_.get(), threads_.get(), path, options);
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   check_open();
   remember(job);
   return job;
@@ -64,7 +65,7 @@ std::shared_ptr<WriteJob> Engine::start_write(const std::string& path,
 
 std::shared_ptr<ReadJob> Engine::make_read(Direct direct, bool checksum) {
   check_process();
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   check_open();
   auto job = std::make_shared<ReadJob>(ring_.get(), threads_.get(), direct, checksum);
   remember(job);
@@ -75,16 +76,16 @@ std::shared_ptr<StageJob> Engine::start_stage(const std::vector<StageSource>& so
                                               StageJob::Options options) {
   check_process();
   {
-    std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     check_open();
   }
   // Guarded memory is copied in the time until the next step, on few of the processors that the
   // program computes with; what the caller waits for, on as many as there are.
   options.lanes = std::max<size_t>(1, processors() / 4);
-  options.hurry = staging_threads(options_);
+  options.volatile_lanes = staging_threads(options_);
   std::shared_ptr<StageJob> job =
       StageJob::start(arena_.get(), staging_threads_.get(), sources, std::move(options));
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   remember(job);
   return job;
 }
@@ -93,7 +94,7 @@ std::shared_ptr<Device> Engine::cuda_device([[maybe_unused]] int index) {
 #ifdef PYCKPT_CUDA
   check_process();
   if (index < 0) throw std::invalid_argument("CUDA devices are numbered from 0 on");
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   check_open();
   const auto at = static_cast<size_t>(index);
   if (devices_.size() <= at) devices_.resize(at + 1);
@@ -108,7 +109,7 @@ std::shared_ptr<Device> Engine::cuda_device([[maybe_unused]] int index) {
 
 bool Engine::uses_devices() const {
   if (forked()) return false;
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   return !devices_.empty();
 }
 
@@ -122,7 +123,7 @@ void Engine::close() {
   if (forked()) return;  // what there is to close is in the parent
   std::vector<std::weak_ptr<Job>> jobs;
   {
-    std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     if (closed_) return;
     closed_ = true;
     jobs = std::exchange(jobs_, {});
@@ -137,7 +138,7 @@ void Engine::close() {
 }
 
 bool Engine::closed() const {
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   return closed_;
 }
 

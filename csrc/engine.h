@@ -4,7 +4,6 @@
 #include <sys/types.h>
 
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -12,6 +11,7 @@
 #include "device.h"
 #include "io_threads.h"
 #include "job.h"
+#include "mutex.h"
 #include "read_job.h"
 #include "slot_ring.h"
 #include "stage_job.h"
@@ -42,7 +42,7 @@ class Engine {
 
   std::shared_ptr<ReadJob> make_read(Direct direct, bool checksum);
 
-  // `options.lanes` and `options.hurry` are the engine's to choose.
+  // `options.lanes` and `options.volatile_lanes` are the engine's to choose.
   std::shared_ptr<StageJob> start_stage(const std::vector<StageSource>& sources,
                                         StageJob::Options options);
 
@@ -69,8 +69,8 @@ class Engine {
  private:
   bool forked() const;
   void check_process() const;
-  void check_open() const;                  // with mutex_ held
-  void remember(std::shared_ptr<Job> job);  // with mutex_ held
+  void check_open() const REQUIRES(mutex_);
+  void remember(std::shared_ptr<Job> job) REQUIRES(mutex_);
 
   const EngineOptions options_;
   const pid_t process_;
@@ -79,11 +79,10 @@ class Engine {
   std::unique_ptr<IoThreads> threads_;
   std::unique_ptr<IoThreads> staging_threads_;
 
-  mutable std::mutex mutex_;
-  // Guarded by mutex_.
-  bool closed_ = false;
-  std::vector<std::weak_ptr<Job>> jobs_;
-  std::vector<std::shared_ptr<Device>> devices_;
+  mutable Mutex mutex_;
+  bool closed_ GUARDED_BY(mutex_) = false;
+  std::vector<std::weak_ptr<Job>> jobs_ GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<Device>> devices_ GUARDED_BY(mutex_);
 };
 
 }  // namespace pyckpt

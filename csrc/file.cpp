@@ -13,12 +13,13 @@
 #include <utility>
 
 #include "error.h"
+#include "sizes.h"
 
 namespace pyckpt {
 namespace {
 
 // What direct I/O wants where the kernel (before 6.1) cannot say: no block device asks for more.
-constexpr size_t kAssumedAlignment = 4096;
+constexpr size_t kAssumedAlignment = kPage;
 
 // The kernel moves no more than this in one call, whatever is asked (MAX_RW_COUNT).
 constexpr size_t kTransferMax = 0x7ffff000;

@@ -6,10 +6,6 @@
 namespace pyckpt {
 namespace {
 
-uint64_t round_up(uint64_t value, uint64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
 void count_piece(Item* item) {
   item->pieces_left.fetch_add(1, std::memory_order_relaxed);
   item->pieces_held.fetch_add(1, std::memory_order_relaxed);
@@ -30,7 +26,7 @@ Item& Image::add(std::shared_ptr<const Envelope> envelope, Source source,
 
   item.offset = end_;
   if (payload >= kAlignedPayloadMin) {
-    item.offset = round_up(end_ + prefix, kPayloadAlignment) - prefix;
+    item.offset = round_up(end_ + prefix, kPage) - prefix;
   }
   item.payload_offset = prefix;
   item.length = prefix + payload + suffix;

@@ -12,18 +12,10 @@
 
 #include "device.h"
 #include "envelope.h"
+#include "sizes.h"
 #include "strided.h"
 
 namespace pyckpt {
-
-// Large payloads begin on this boundary of the file, whatever the disk asks for, so that an image
-// is the same everywhere and can be read without a copy.
-constexpr uint64_t kPayloadAlignment = 4096;
-constexpr uint64_t kAlignedPayloadMin = 64 << 10;
-
-// From this size on a payload that need not be copied gets windows of its own. Smaller ones are
-// worth more as part of a large write.
-constexpr uint64_t kInPlaceMin = 1 << 20;
 
 class Staged;
 

@@ -28,7 +28,7 @@ IoThreads::IoThreads(size_t count, const char* group) : count_(count) {
 }
 
 bool IoThreads::submit(std::function<void()> task) {
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   if (stopping_) return false;
   tasks_.push_back(std::move(task));
   submitted_.notify_one();
@@ -37,7 +37,7 @@ bool IoThreads::submit(std::function<void()> task) {
 
 void IoThreads::stop() {
   {
-    std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     stopping_ = true;
     submitted_.notify_all();
   }
@@ -47,9 +47,9 @@ void IoThreads::stop() {
 }
 
 void IoThreads::run() {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   for (;;) {
-    submitted_.wait(lock, [this] { return stopping_ || !tasks_.empty(); });
+    submitted_.wait(lock, [this]() REQUIRES(mutex_) { return stopping_ || !tasks_.empty(); });
     if (tasks_.empty()) return;
     std::function<void()> task = std::move(tasks_.front());
     tasks_.pop_front();

@@ -1,12 +1,12 @@
 // The native threads of an engine.
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <functional>
-#include <mutex>
 #include <thread>
 #include <vector>
+
+#include "mutex.h"
 
 namespace pyckpt {
 
@@ -32,11 +32,10 @@ class IoThreads {
 
   const size_t count_;
 
-  std::mutex mutex_;
-  std::condition_variable submitted_;
-  // Guarded by mutex_.
-  std::deque<std::function<void()>> tasks_;
-  bool stopping_ = false;
+  Mutex mutex_;
+  Condition submitted_;
+  std::deque<std::function<void()>> tasks_ GUARDED_BY(mutex_);
+  bool stopping_ GUARDED_BY(mutex_) = false;
 
   std::vector<std::thread> threads_;  // last: they use what stands above
 };

@@ -11,7 +11,7 @@ Job::Job() : process_(::getpid()), started_(Clock::now()) {}
 bool Job::forked() const { return ::getpid() != process_; }
 
 void Job::fail(std::exception_ptr error) noexcept {
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   if (!error_) error_ = std::move(error);
   failed_.store(true, std::memory_order_release);
   changed_.notify_all();
@@ -19,7 +19,7 @@ void Job::fail(std::exception_ptr error) noexcept {
 
 void Job::rethrow_if_failed() {
   if (!has_failed()) return;
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   std::rethrow_exception(error_);
 }
 

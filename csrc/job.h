@@ -5,11 +5,10 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <exception>
-#include <mutex>
 
+#include "mutex.h"
 #include "nvtx.h"
 
 namespace pyckpt {
@@ -33,17 +32,18 @@ class Job {
   // Fails the job, from any thread. Only the first error counts.
   void fail(std::exception_ptr error) noexcept;
 
- protected:
   bool has_failed() const { return failed_.load(std::memory_order_acquire); }
+
+ protected:
   void rethrow_if_failed();
   // Stops the clock that `seconds` reads.
   void end_clock();
   double seconds() const;
 
-  mutable std::mutex mutex_;
+  mutable Mutex mutex_;
   // Something that a thread may wait for came about; every wait looks at error_ too.
-  std::condition_variable changed_;
-  std::exception_ptr error_;  // guarded by mutex_
+  Condition changed_;
+  std::exception_ptr error_ GUARDED_BY(mutex_);
 
  private:
   const pid_t process_;

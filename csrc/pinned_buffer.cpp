@@ -15,13 +15,13 @@
 #include "error.h"
 #include "numa.h"
 #include "signals.h"
+#include "sizes.h"
 
 namespace pyckpt {
 namespace {
 
 // Returns 0, or the number of an error.
 int populate_pages(std::byte* pages, size_t size) {
-  constexpr size_t kPage = 4096;
 #ifdef MADV_POPULATE_WRITE
   int result;
   do {
@@ -80,7 +80,7 @@ PinnedBuffer::~PinnedBuffer() {
 void PinnedBuffer::pin([[maybe_unused]] int device) {
 #ifdef PYCKPT_CUDA
   if (pinned_.load(std::memory_order_acquire)) return;
-  std::lock_guard lock(pinning_);
+  const Lock lock(pinning_);
   if (device_ == kNoDevice) {
     device_ = device;
     prefer_node(data_, size_, host_node(device));

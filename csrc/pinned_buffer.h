@@ -3,9 +3,9 @@
 
 #include <atomic>
 #include <cstddef>
-#include <mutex>
 
 #include "device.h"
+#include "mutex.h"
 
 namespace pyckpt {
 
@@ -41,10 +41,9 @@ class PinnedBuffer {
   size_t size_;
   int descriptor_ = -1;
   std::atomic<bool> pinned_{false};
-  std::mutex pinning_;
-  // Guarded by pinning_.
-  int device_ = kNoDevice;
-  size_t registered_ = 0;  // bytes, from the first
+  Mutex pinning_;
+  int device_ GUARDED_BY(pinning_) = kNoDevice;
+  size_t registered_ GUARDED_BY(pinning_) = 0;  // bytes, from the first
 };
 
 }  // namespace pyckpt

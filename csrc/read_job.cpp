@@ -7,30 +7,16 @@
 
 #include "crc32.h"
 #include "error.h"
+#include "stream_copy.h"
 
 namespace pyckpt {
-namespace {
-
-// As in write_job.cpp: what was checksummed is copied while it is in a core's cache.
-constexpr uint64_t kCacheBlock = 128 << 10;
-
-// From this size on it pays to read straight into the destination where that is possible.
-constexpr uint64_t kInPlaceMin = 1 << 20;
-
-uint64_t round_up(uint64_t value, uint64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
-uint64_t round_down(uint64_t value, uint64_t multiple) { return value / multiple * multiple; }
-
-}  // namespace
 
 ReadJob::ReadJob(SlotRing* ring, IoThreads* threads, Direct direct, bool checksum)
     : ring_(ring), threads_(threads), direct_(direct), checksum_(checksum) {}
 
 size_t ReadJob::add_file(const std::string& path) {
   File file = File::open(path, direct_);
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   files_.push_back(std::move(file));
   return files_.size() - 1;
 }
@@ -38,7 +24,7 @@ size_t ReadJob::add_file(const std::string& path) {
 size_t ReadJob::add(size_t file, uint64_t offset, uint64_t size, Destination destination) {
   const Strided* strided = destination.strided.get();
   bytes_needed_ += strided == nullptr ? size : strided->memory_bytes();
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   Range& range = ranges_.emplace_back();
   range.file = file;
   range.offset = offset;
@@ -53,12 +39,14 @@ std::vector<uint32_t> ReadJob::run() {
   } catch (...) {
     fail(std::current_exception());
   }
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   for (;;) {
-    const auto all_read = [this] { return active_ == 0 && (error_ || next_ == windows_.size()); };
-    changed_.wait(lock, [&] { return !landings_.empty() || all_read(); });
+    const auto all_read = [this]() REQUIRES(mutex_) {
+      return active_ == 0 && (error_ || next_ == windows_.size());
+    };
+    changed_.wait(lock, [&]() REQUIRES(mutex_) { return !landings_.empty() || all_read(); });
     if (landings_.empty()) break;
-    land(&lock);
+    land();
   }
   end_clock();
   std::vector<uint32_t> checksums;
@@ -74,12 +62,12 @@ std::vector<uint32_t> ReadJob::run() {
   return checksums;
 }
 
-// Waits for the copies of the oldest landing, and gives its slot back. With mutex_ held, but for
-// the time that this takes.
-void ReadJob::land(std::unique_lock<std::mutex>* lock) {
+// Waits for the copies of the oldest landing, and gives its slot back. Lets go of mutex_ for the
+// time that this takes.
+void ReadJob::land() {
   std::list<Landing> oldest;
   oldest.splice(oldest.begin(), landings_, landings_.begin());
-  lock->unlock();
+  mutex_.unlock();
   try {
     Stopwatch::Lap lap(&copying_, oldest.front().bytes);
     oldest.front().batch.wait();
@@ -87,7 +75,7 @@ void ReadJob::land(std::unique_lock<std::mutex>* lock) {
     fail(std::current_exception());
   }
   oldest.clear();
-  lock->lock();
+  mutex_.lock();
 }
 
 // Gives the threads a task each. A task reads one window and makes place for the tasks of other
@@ -102,7 +90,7 @@ void ReadJob::start() {
 }
 
 ReadStatistics ReadJob::statistics() const {
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   ReadStatistics statistics = ended_;
   if (!files_.empty()) note_files(&statistics);
   if (!ranges_.empty()) statistics.ranges = ranges_.size();
@@ -116,7 +104,6 @@ ReadStatistics ReadJob::statistics() const {
   return statistics;
 }
 
-// With mutex_ held.
 void ReadJob::note_files(ReadStatistics* statistics) const {
   statistics->direct = !files_.empty();
   for (const File& file : files_) {
@@ -211,7 +198,7 @@ void ReadJob::cut_span(const std::vector<Piece>& pieces, uint64_t end) {
 
 // Reads one window.
 void ReadJob::work() noexcept {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   if (error_ || next_ == windows_.size()) return;
   const Window& window = windows_[next_++];
   ++active_;
@@ -255,7 +242,7 @@ void ReadJob::read_window(const Window& window) {
   if (batch.empty()) return;
   landing.front().bytes = needed;
   batch.start_from_host();
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   landings_.splice(landings_.end(), landing);  // allocates nothing, so that it cannot fail
   changed_.notify_all();
 }
@@ -282,17 +269,23 @@ void ReadJob::deliver(const Piece& piece, const std::byte* from, TransferBatch* 
   if (destination.device) {
     checksum(from, size, &crc);
     batch->add(destination.device.get(), {destination.data + piece.begin, from, size});
-  } else {
+  } else if (destination.strided) {
     for (uint64_t done = 0; done < size;) {
       const uint64_t step = std::min(kCacheBlock, size - done);
       checksum(from + done, step, &crc);
       Stopwatch::Lap lap(&copying_, step);
-      if (destination.strided) {
-        destination.strided->scatter(from + done, destination.data, piece.begin + done, step);
-      } else {
-        std::memcpy(destination.data + piece.begin + done, from + done, step);
-      }
+      destination.strided->scatter(from + done, destination.data, piece.begin + done, step);
       done += step;
+    }
+  } else {
+    // Past the cache: the program computes with few of these bytes soon, and with other data
+    // before.
+    Stopwatch::Lap lap(&copying_, size);
+    std::byte* const to = destination.data + piece.begin;
+    if (checksum_) {
+      crc = copy_crc32_past_cache(0, to, from, size);
+    } else {
+      copy_past_cache(to, from, size);
     }
   }
   add_checksum(piece, crc);

@@ -14,15 +14,12 @@
 #include "file.h"
 #include "io_threads.h"
 #include "job.h"
+#include "sizes.h"
 #include "slot_ring.h"
 #include "strided.h"
 #include "transfer_batch.h"
 
 namespace pyckpt {
-
-// Ranges closer than this are read in one go: passing over what lies between costs less than
-// another request to the disk.
-constexpr uint64_t kMergeGap = 64 << 10;
 
 // Memory that a range is read into. It must be there, and be nobody else's, until the job is over.
 struct Destination {
@@ -37,8 +34,8 @@ struct ReadStatistics {
   uint64_t bytes_needed = 0;
   uint64_t bytes_read = 0;
   double seconds = 0;
-  double copy_seconds = 0;
-  double checksum_seconds = 0;
+  double copy_seconds = 0;      // copies out of slots, with their checksums
+  double checksum_seconds = 0;  // checksums by themselves
   double read_seconds = 0;
   uint64_t slot_waits = 0;
   bool direct = false;  // for all files
@@ -98,8 +95,8 @@ class ReadJob : public Job, public std::enable_shared_from_this<ReadJob> {
   };
 
   void start();
-  void land(std::unique_lock<std::mutex>* lock);
-  void note_files(ReadStatistics* statistics) const;
+  void land() REQUIRES(mutex_);
+  void note_files(ReadStatistics* statistics) const REQUIRES(mutex_);
   void cut();
   bool cut_in_place(Range* range, std::vector<Piece>* rest);
   void cut_span(const std::vector<Piece>& pieces, uint64_t end);
@@ -121,14 +118,14 @@ class ReadJob : public Job, public std::enable_shared_from_this<ReadJob> {
   std::deque<Range> ranges_;
   std::vector<Window> windows_;
 
-  size_t next_ = 0;    // of windows_; guarded by mutex_
-  size_t active_ = 0;  // guarded by mutex_
-  // The oldest first; guarded by mutex_. The thread in `run` waits for them and nobody else, so
+  size_t next_ GUARDED_BY(mutex_) = 0;  // of windows_
+  size_t active_ GUARDED_BY(mutex_) = 0;
+  // The oldest first. The thread in `run` waits for them and nobody else, so
   // that the engine's threads read on into whatever slots there are, of any job, and none of them
   // waits for a slot that only another one's wait would free.
-  std::list<Landing> landings_;
-  ReadStatistics
-      ended_;  // what there is to know of the files once they are closed; guarded by mutex_
+  std::list<Landing> landings_ GUARDED_BY(mutex_);
+  // What there is to know of the files once they are closed.
+  ReadStatistics ended_ GUARDED_BY(mutex_);
 
   std::atomic<uint64_t> bytes_needed_{0};
   std::atomic<uint64_t> bytes_read_{0};

@@ -29,21 +29,21 @@ SlotRing::SlotRing(size_t slots, size_t slot_bytes)
 }
 
 Slot SlotRing::acquire(bool* waited) {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   *waited = free_count_ == 0 && !closed_;
-  freed_.wait(lock, [this] { return closed_ || free_count_ != 0; });
+  freed_.wait(lock, [this]() REQUIRES(mutex_) { return closed_ || free_count_ != 0; });
   if (closed_) throw EngineClosed("the engine was closed");
   return take_front();
 }
 
 Slot SlotRing::try_acquire() {
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   if (closed_ || free_count_ == 0) return Slot();
   return take_front();
 }
 
 void SlotRing::close() {
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   closed_ = true;
   freed_.notify_all();
 }
@@ -56,7 +56,7 @@ Slot SlotRing::take_front() {
 }
 
 void SlotRing::give_back(std::byte* data) noexcept {
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   free_[(head_ + free_count_) % slots_] = data;
   ++free_count_;
   freed_.notify_one();

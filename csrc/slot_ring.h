@@ -1,11 +1,10 @@
 // The memory that all transfers stream through.
 #pragma once
 
-#include <condition_variable>
 #include <cstddef>
-#include <mutex>
 #include <vector>
 
+#include "mutex.h"
 #include "pinned_buffer.h"
 
 namespace pyckpt {
@@ -55,21 +54,20 @@ class SlotRing {
  private:
   friend class Slot;
   void give_back(std::byte* data) noexcept;
-  Slot take_front();
+  Slot take_front() REQUIRES(mutex_);
 
   // Constant after construction.
   const size_t slots_;
   const size_t slot_bytes_;
   PinnedBuffer buffer_;
 
-  std::mutex mutex_;
-  std::condition_variable freed_;
-  // Guarded by mutex_.
-  std::vector<std::byte*>
-      free_;  // a circle of slots_ places, free_count_ of them taken from head_ on
-  size_t head_ = 0;
-  size_t free_count_ = 0;
-  bool closed_ = false;
+  Mutex mutex_;
+  Condition freed_;
+  // A circle of slots_ places, free_count_ of them taken from head_ on.
+  std::vector<std::byte*> free_ GUARDED_BY(mutex_);
+  size_t head_ GUARDED_BY(mutex_) = 0;
+  size_t free_count_ GUARDED_BY(mutex_) = 0;
+  bool closed_ GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace pyckpt

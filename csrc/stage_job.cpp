@@ -1,31 +1,15 @@
 #include "stage_job.h"
 
 #include <algorithm>
-#include <cstring>
+#include <optional>
+#include <stdexcept>
 #include <unordered_map>
 #include <utility>
 
-#include "crc32.h"
-#include "nvtx.h"
-#include "stream_copy.h"
+#include "sizes.h"
 
 namespace pyckpt {
 namespace {
-
-// Smaller sources share regions and units.
-constexpr uint64_t kSmall = 64 << 10;
-constexpr uint64_t kSmallAlignment = 64;
-// What a thread copies before it looks for more.
-constexpr uint64_t kUnit = 1 << 20;
-// Checksum and copy take turns on blocks that stay in a core's cache.
-constexpr uint64_t kCacheBlock = 128 << 10;
-// How many bytes a device copies between two tickets: a writer can begin with the first while the
-// others are on their way.
-constexpr uint64_t kTicketBytes = 16 << 20;
-
-uint64_t round_up(uint64_t value, uint64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
 
 // What small sources take that lie beside each other.
 uint64_t bytes_together(const std::vector<size_t>& indices,
@@ -38,7 +22,7 @@ uint64_t bytes_together(const std::vector<size_t>& indices,
 }  // namespace
 
 void Staged::wait() {
-  if (there_.load(std::memory_order_acquire)) return;
+  if (complete_.load(std::memory_order_acquire)) return;
   const std::shared_ptr<StageJob> job = job_.lock();
   if (!job) throw std::runtime_error("the copy was given up");
   job->wait_for(this);
@@ -50,21 +34,22 @@ std::shared_ptr<StageJob> StageJob::start(Arena* arena, IoThreads* threads,
   std::shared_ptr<StageJob> job(new StageJob(sources, std::move(options)));
   job->place(arena, sources);
   for (const auto& [device, stream] : job->options_.programs) {
-    job->queue(device, /*guarded=*/false);
-    for (const auto& [of, ticket] : job->last_) {
-      if (of == device) device->hold(stream, *ticket);
-    }
+    job->device_copies_.queue(device, /*guarded=*/false);
+    job->device_copies_.hold(device, stream);
   }
   // Here, and not on some thread to come: whoever frees a source on the device, or asks for the
   // guard, finds its copy queued.
-  for (const auto& [device, stream] : job->options_.programs) job->queue(device, /*guarded=*/true);
-  const size_t lanes = std::min(job->options_.lanes, job->units_.size());
-  const size_t hurry = std::min(job->options_.hurry, job->volatile_units_);
-  for (size_t i = 0; i < std::max(lanes, hurry); ++i) {
-    const size_t limit = i < lanes ? job->units_.size() : job->volatile_units_;
+  for (const auto& [device, stream] : job->options_.programs) {
+    job->device_copies_.queue(device, /*guarded=*/true);
+  }
+  const size_t units = job->host_copies_.units();
+  const size_t lanes = std::min(job->options_.lanes, units);
+  const size_t volatile_lanes = std::min(job->options_.volatile_lanes, job->volatile_units_);
+  for (size_t i = 0; i < std::max(lanes, volatile_lanes); ++i) {
+    const size_t limit = i < lanes ? units : job->volatile_units_;
     if (!threads->submit([job, limit] { job->do_units(limit); })) job->do_units(limit);
   }
-  if (job->copies_.empty() && job->device_copies_.empty()) job->end_clock();
+  if (job->host_copies_.empty() && job->device_copies_.empty()) job->end_clock();
   return job;
 }
 
@@ -73,7 +58,7 @@ StageJob::StageJob(const std::vector<StageSource>& sources, Options options)
 
 StageJob::~StageJob() {
   if (forked()) return;
-  wait_for_devices();  // but for no thread: each has the job while it copies
+  device_copies_.wait_for_devices();  // but for no thread: each has the job while it copies
 }
 
 // Finds room, first for what is not guarded: what finds none costs the caller a wait.
@@ -99,7 +84,7 @@ void StageJob::place(Arena* arena, const std::vector<StageSource>& sources) {
           continue;
         }
       }
-      (source.size < kSmall ? group.small : group.large).push_back(i);
+      (source.size < kSmallSource ? group.small : group.large).push_back(i);
     }
     total += Arena::region_size(bytes_together(group.small, sources));
     for (const size_t i : group.large) total += Arena::region_size(sources[i].size);
@@ -118,8 +103,12 @@ void StageJob::place(Arena* arena, const std::vector<StageSource>& sources) {
         bytes_streamed_ += sources[i].size;
       }
     }
-    cut_units(group.guarded);
+    host_copies_.cut_units();
+    if (!group.guarded) volatile_units_ = host_copies_.units();
   }
+  const Lock lock(mutex_);
+  volatile_left_ = volatile_units_;
+  units_left_ = host_copies_.units();
   for (const auto& [i, twin] : twins) staged_[i] = staged_[twin];
 }
 
@@ -149,68 +138,12 @@ void StageJob::add(const StageSource& source, size_t index, std::shared_ptr<Regi
   staged_[index] = staged;
   bytes_staged_ += source.size;
   if (source.size == 0) {
-    staged->there_.store(true);
-    return;
+    staged->complete_.store(true);
+  } else if (source.device) {
+    device_copies_.add(source, std::move(staged));
+  } else {
+    host_copies_.add(source, std::move(staged));
   }
-  (source.device ? device_copies_ : copies_).push_back({source, std::move(staged)});
-}
-
-void StageJob::cut_units(bool guarded) {
-  const auto first = static_cast<size_t>(
-      std::find_if(copies_.begin(), copies_.end(),
-                   [&](const Copy& copy) { return copy.source.guarded == guarded; }) -
-      copies_.begin());
-  for (size_t i = first; i < copies_.size();) {
-    const uint64_t size = copies_[i].source.size;
-    if (size >= kSmall) {
-      // Pieces end where blocks do, so that all but the last are whole blocks.
-      for (uint64_t begin = 0; begin < size; begin += kUnit) {
-        units_.push_back({i, 1, begin, std::min(kUnit, size - begin)});
-      }
-      copies_[i].staged->pieces_left_ = static_cast<uint32_t>((size + kUnit - 1) / kUnit);
-      ++i;
-      continue;
-    }
-    Unit unit{i, 0, 0, 0};
-    while (i < copies_.size() && copies_[i].source.size < kSmall && unit.size < kUnit) {
-      unit.size += copies_[i].source.size;
-      ++unit.copies;
-      copies_[i].staged->pieces_left_ = 1;
-      ++i;
-    }
-    units_.push_back(unit);
-  }
-  if (!guarded) volatile_left_ = volatile_units_ = units_.size();
-  units_left_ = units_.size();
-}
-
-void StageJob::queue(const std::shared_ptr<Device>& device, bool guarded) {
-  std::vector<Transfer> transfers;
-  std::vector<Staged*> those;
-  uint64_t bytes = 0;
-  const auto flush = [&] {
-    if (transfers.empty()) return;
-    const std::shared_ptr<Ticket> ticket = device->copy_to_host(transfers);
-    const auto same = [&](const auto& last) { return last.first == device; };
-    const auto last = std::find_if(last_.begin(), last_.end(), same);
-    if (last == last_.end()) {
-      last_.emplace_back(device, ticket);
-    } else {
-      last->second = ticket;
-    }
-    for (Staged* staged : those) staged->ticket_ = ticket;
-    transfers.clear();
-    those.clear();
-    bytes = 0;
-  };
-  for (const Copy& copy : device_copies_) {
-    if (copy.source.device != device || copy.source.guarded != guarded) continue;
-    transfers.push_back({copy.staged->data(), copy.source.data, copy.source.size});
-    those.push_back(copy.staged.get());
-    bytes += copy.source.size;
-    if (bytes >= kTicketBytes) flush();
-  }
-  flush();
 }
 
 void StageJob::do_units(size_t limit) noexcept {
@@ -221,66 +154,27 @@ void StageJob::do_units(size_t limit) noexcept {
 // Copies the next unit, or passes it over where the job has failed; unless those before `limit` are
 // taken. However it ends, the unit is counted off: whoever frees memory waits for the count.
 bool StageJob::do_unit(size_t limit) noexcept {
-  size_t index = next_unit_.load(std::memory_order_relaxed);
-  do {
-    if (index >= limit) return false;
-  } while (!next_unit_.compare_exchange_weak(index, index + 1, std::memory_order_relaxed));
+  const std::optional<size_t> unit = host_copies_.take(limit);
+  if (!unit) return false;
   if (!has_failed()) {
     try {
-      copy_unit(units_[index]);
+      host_copies_.copy(*unit, *this);
     } catch (...) {
       fail(std::current_exception());
     }
   }
-  std::lock_guard lock(mutex_);
-  if (index < volatile_units_) --volatile_left_;
+  const Lock lock(mutex_);
+  if (*unit < volatile_units_) --volatile_left_;
   if (--units_left_ == 0) end_clock();
   changed_.notify_all();
   return true;
 }
 
-void StageJob::copy_unit(const Unit& unit) {
-  const NvtxRange range("stage", unit.size);
-  if (unit.copies == 1) {
-    copy_piece(copies_[unit.copy], unit.begin, unit.size);
-    return;
-  }
-  for (size_t i = unit.copy; i < unit.copy + unit.copies; ++i) {
-    copy_piece(copies_[i], 0, copies_[i].source.size);
-  }
-}
-
-void StageJob::copy_piece(const Copy& copy, uint64_t begin, uint64_t size) {
-  const StageSource& source = copy.source;
-  Staged& staged = *copy.staged;
-  uint32_t crc = 0;
-  for (uint64_t done = 0; done < size;) {
-    const uint64_t step = std::min(kCacheBlock, size - done);
-    std::byte* const to = staged.data() + begin + done;
-    if (source.strided) {
-      source.strided->gather(to, source.data, begin + done, step);
-      crc = crc32(crc, to, step);
-    } else {
-      // The checksum brings the block into the cache, where the copy finds it.
-      const std::byte* const from = source.data + begin + done;
-      crc = crc32(crc, from, step);
-      copy_past_cache(to, from, step);
-    }
-    done += step;
-  }
-  const uint64_t after = source.size - begin - size;
-  staged.crc_.fetch_xor(after == 0 ? crc : crc32_shift(crc, after), std::memory_order_relaxed);
-  // A guard that failed meanwhile did not keep the program from the source.
-  if (staged.pieces_left_.fetch_sub(1, std::memory_order_acq_rel) == 1 && !has_failed()) {
-    staged.there_.store(true, std::memory_order_release);
-  }
-}
-
 // A thread of the engine must not help here: that would take processors from the program.
 void StageJob::wait_for(Staged* staged) {
   if (!staged->ticket_) {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return error_ || staged->there_.load(); });
+    Lock lock(mutex_);
+    changed_.wait(lock, [&]() REQUIRES(mutex_) { return error_ || staged->complete_.load(); });
     if (error_) std::rethrow_exception(error_);
     return;
   }
@@ -292,39 +186,37 @@ void StageJob::wait_for(Staged* staged) {
     throw;
   }
   rethrow_if_failed();  // a guard that failed meanwhile did not keep the program from the source
-  staged->there_.store(true, std::memory_order_release);
+  staged->complete_.store(true, std::memory_order_release);
 }
 
 void StageJob::wait_volatile() {
   do_units(volatile_units_);
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return error_ || volatile_left_ == 0; });
+  Lock lock(mutex_);
+  changed_.wait(lock, [this]() REQUIRES(mutex_) { return error_ || volatile_left_ == 0; });
   if (error_) std::rethrow_exception(error_);
 }
 
 void StageJob::wait_host() {
-  do_units(units_.size());
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return error_ || units_left_ == 0; });
+  do_units(host_copies_.units());
+  Lock lock(mutex_);
+  changed_.wait(lock, [this]() REQUIRES(mutex_) { return error_ || units_left_ == 0; });
   if (error_) std::rethrow_exception(error_);
 }
 
 void StageJob::wait() {
   {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return error_ || units_left_ == 0; });
+    Lock lock(mutex_);
+    changed_.wait(lock, [this]() REQUIRES(mutex_) { return error_ || units_left_ == 0; });
     if (error_) std::rethrow_exception(error_);
   }
-  for (const Copy& copy : device_copies_) copy.staged->wait();
+  device_copies_.wait();
   end_clock();
 }
 
 void StageJob::hold(const std::shared_ptr<Device>& device, Stream stream) {
   rethrow_if_failed();
   try {
-    for (const auto& [of, ticket] : last_) {
-      if (of == device) device->hold(stream, *ticket);
-    }
+    device_copies_.hold(device, stream);
   } catch (...) {
     fail(std::current_exception());
     throw;
@@ -334,28 +226,18 @@ void StageJob::hold(const std::shared_ptr<Device>& device, Stream stream) {
 // Until neither threads nor devices read the sources or write to the regions, whether or not the
 // job has failed.
 void StageJob::quiesce() noexcept {
-  if (has_failed()) do_units(units_.size());  // which are passed over
+  if (has_failed()) do_units(host_copies_.units());  // which are passed over
   {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return units_left_ == 0; });
+    Lock lock(mutex_);
+    changed_.wait(lock, [this]() REQUIRES(mutex_) { return units_left_ == 0; });
   }
-  wait_for_devices();
-}
-
-void StageJob::wait_for_devices() noexcept {
-  for (const auto& [device, ticket] : last_) {
-    try {
-      ticket->wait();
-    } catch (...) {
-      // A device that failed copies no more; whoever waits for its copies is told by their tickets.
-    }
-  }
+  device_copies_.wait_for_devices();
 }
 
 void StageJob::release_sources() noexcept {
   quiesce();
   std::shared_ptr<const void> sources;
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   sources.swap(options_.sources);  // and let go of after the lock
 }
 

@@ -7,20 +7,17 @@
 
 #include "crc32.h"
 #include "error.h"
+#include "sizes.h"
 #include "stage_job.h"
 #include "transfer_batch.h"
 
 namespace pyckpt {
 namespace {
 
-// Copying and checksumming take turns on blocks that stay in a core's cache, so that the checksum
-// does not fetch from memory what the copy just brought.
-constexpr uint64_t kCacheBlock = 128 << 10;
-
 Image::Options image_options(const SlotRing& ring, const File& file) {
   Image::Options options;
   options.slot_bytes = ring.slot_bytes();
-  options.alignment = std::max<uint64_t>(kPayloadAlignment, file.offset_alignment());
+  options.alignment = std::max<uint64_t>(kPage, file.offset_alignment());
   // A buffered write copies from anywhere; a direct one needs the memory aligned.
   options.in_place_memory = file.memory_alignment();
   return options;
@@ -55,7 +52,7 @@ bool WriteJob::add(std::shared_ptr<const Envelope> envelope, Source source) {
   items_added_.fetch_add(1, std::memory_order_relaxed);
   bytes_added_.store(image_.size(), std::memory_order_relaxed);
   if (full_.empty()) return true;
-  std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   publish();
   return has_room();
 }
@@ -66,8 +63,8 @@ void WriteJob::check_running() {
 }
 
 void WriteJob::wait_for_room() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return error_ || has_room(); });
+  Lock lock(mutex_);
+  changed_.wait(lock, [this]() REQUIRES(mutex_) { return error_ || has_room(); });
 }
 
 bool WriteJob::has_room() const {
@@ -76,7 +73,7 @@ bool WriteJob::has_room() const {
 
 // Hands the windows that are full to the threads, a task each, so that they take turns with those
 // of other jobs. A task holds the job: one that comes to run after a failure finds it, and nothing
-// to do. The caller holds mutex_.
+// to do.
 void WriteJob::publish() {
   for (Window& window : full_) {
     ready_bytes_ += window.size;
@@ -91,9 +88,10 @@ void WriteJob::finish() {
   image_.finish(&full_);
   bytes_added_.store(image_.size(), std::memory_order_relaxed);
   {
-    std::unique_lock lock(mutex_);
+    Lock lock(mutex_);
     publish();
-    changed_.wait(lock, [this] { return active_ == 0 && (error_ || ready_.empty()); });
+    changed_.wait(lock,
+                  [this]() REQUIRES(mutex_) { return active_ == 0 && (error_ || ready_.empty()); });
   }
   rethrow_if_failed();
   try {
@@ -122,8 +120,8 @@ void WriteJob::abandon() noexcept {
   ended_ = true;
   fail(std::make_exception_ptr(std::runtime_error("the job was abandoned")));
   {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return active_ == 0; });
+    Lock lock(mutex_);
+    changed_.wait(lock, [this]() REQUIRES(mutex_) { return active_ == 0; });
     ready_.clear();
   }
   remove_file(file_.path());
@@ -172,7 +170,7 @@ void WriteJob::work() noexcept {
       fail(std::current_exception());
     }
     claimed->slot.release();
-    std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     --active_;
     if (written) bytes_written_.fetch_add(claimed->window.size, std::memory_order_relaxed);
     changed_.notify_all();
@@ -185,7 +183,7 @@ void WriteJob::work() noexcept {
 // taken, the first can always go on, and those that wait for its checksum come to their turn.
 std::optional<WriteJob::Claim> WriteJob::claim() {
   Slot slot;
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   for (;;) {
     if (error_ || ready_.empty()) return std::nullopt;
     const bool in_place = ready_.front().in_place;
@@ -223,7 +221,7 @@ bool WriteJob::write_window(const Claim& claim) {
   uint64_t size = window.size;
   if (file_.direct()) {
     const uint64_t alignment = file_.offset_alignment();
-    size = std::min<uint64_t>((size + alignment - 1) / alignment * alignment, ring_->slot_bytes());
+    size = std::min<uint64_t>(round_up(size, alignment), ring_->slot_bytes());
     std::memset(claim.slot.data() + window.size, 0, size - window.size);
   }
   Stopwatch::Lap lap(&writing_, size);
@@ -278,21 +276,26 @@ void WriteJob::fill_payload(const Piece& piece, std::byte* to) {
   if (source.staged) source.staged->wait();
   const bool checksummed = source.staged && source.staged->checksummed;
   uint32_t crc = 0;
-  for (uint64_t done = 0; done < piece.size;) {
-    const uint64_t step = std::min(kCacheBlock, piece.size - done);
-    if (!source.device) {
+  if (source.device) {
+    Stopwatch::Lap lap(&checksumming_, piece.size);
+    crc = crc32(0, to, piece.size);
+  } else if (source.strided) {
+    for (uint64_t done = 0; done < piece.size;) {
+      const uint64_t step = std::min(kCacheBlock, piece.size - done);
       Stopwatch::Lap lap(&copying_, step);
-      if (source.strided) {
-        source.strided->gather(to + done, source.data, piece.begin + done, step);
-      } else {
-        std::memcpy(to + done, source.data + piece.begin + done, step);
-      }
-    }
-    if (!checksummed) {
-      Stopwatch::Lap lap(&checksumming_, step);
+      source.strided->gather(to + done, source.data, piece.begin + done, step);
       crc = crc32(crc, to + done, step);
+      done += step;
     }
-    done += step;
+  } else {
+    Stopwatch::Lap lap(&copying_, piece.size);
+    const std::byte* const from = source.data + piece.begin;
+    if (checksummed) {
+      std::memcpy(to, from, piece.size);
+    } else {
+      // Past the cache, which the disk does not look into; what lies there is the program's.
+      crc = copy_crc32_past_cache(0, to, from, piece.size);
+    }
   }
   count_off(piece, crc);
   piece.item->pieces_held.fetch_sub(1, std::memory_order_release);
@@ -320,7 +323,7 @@ void WriteJob::count_off(const Piece& piece, uint32_t crc) {
   }
   if (item.pieces_left.fetch_sub(1, std::memory_order_acq_rel) == 1 && item.spans_windows) {
     // The lock makes sure that a thread which saw the old count has begun to wait.
-    std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     changed_.notify_all();
   }
 }
@@ -330,8 +333,8 @@ void WriteJob::count_off(const Piece& piece, uint32_t crc) {
 bool WriteJob::wait_for_checksum(const Item& item) {
   const auto complete = [&] { return item.pieces_left.load(std::memory_order_acquire) == 0; };
   if (complete()) return true;
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return error_ || complete(); });
+  Lock lock(mutex_);
+  changed_.wait(lock, [&]() REQUIRES(mutex_) { return error_ || complete(); });
   return complete();
 }
 

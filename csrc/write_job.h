@@ -35,9 +35,9 @@ struct WriteStatistics {
   uint64_t items = 0;
   uint64_t bytes_added = 0;  // of the file, as far as it is laid out
   uint64_t bytes_written = 0;
-  double seconds = 0;  // from the job's start to its end, or to now
-  double copy_seconds = 0;
-  double checksum_seconds = 0;
+  double seconds = 0;           // from the job's start to its end, or to now
+  double copy_seconds = 0;      // copies into slots, and their checksums where one pass makes both
+  double checksum_seconds = 0;  // checksums by themselves
   double write_seconds = 0;
   double sync_seconds = 0;
   uint64_t slot_waits = 0;  // how often a thread had to wait for a free slot
@@ -86,8 +86,8 @@ class WriteJob : public Job, public std::enable_shared_from_this<WriteJob> {
   WriteJob(SlotRing* ring, IoThreads* threads, const WriteOptions& options, File file);
 
   void check_running();
-  void publish();
-  bool has_room() const;
+  void publish() REQUIRES(mutex_);
+  bool has_room() const REQUIRES(mutex_);
   void close_file();
   void work() noexcept;
   std::optional<Claim> claim();
@@ -112,10 +112,9 @@ class WriteJob : public Job, public std::enable_shared_from_this<WriteJob> {
 
   File file_;
 
-  // Guarded by mutex_.
-  std::deque<Window> ready_;
-  uint64_t ready_bytes_ = 0;
-  size_t active_ = 0;  // windows that a thread is writing
+  std::deque<Window> ready_ GUARDED_BY(mutex_);
+  uint64_t ready_bytes_ GUARDED_BY(mutex_) = 0;
+  size_t active_ GUARDED_BY(mutex_) = 0;  // windows that a thread is writing
 
   // Counters, each on its own.
   std::atomic<uint64_t> items_added_{0};

@@ -9,6 +9,12 @@ from typing_extensions import Buffer
 torch_version: str
 cuda: bool
 
+# Sizes that the engine works with, in bytes (csrc/sizes.h).
+page_bytes: int
+aligned_payload_min_bytes: int
+small_source_bytes: int
+small_alignment_bytes: int
+
 def crc32(buffer: Buffer, crc: int = 0) -> int:
     """CRC-32 (that of zip) of ``buffer`` appended to bytes whose checksum is ``crc``."""
 
@@ -148,6 +154,12 @@ class ReadJob:
         of the range; -1 where several were needed, for a box with wide gaps; None, and does
         nothing, where the tensor cannot be filled: it is no plain memory, or on a GPU and not laid
         out as in the file."""
+
+    def add_tensors(
+        self, files: Sequence[int], offsets: Sequence[int], tensors: Sequence[Tensor]
+    ) -> list[int | None]:
+        """``add_tensor`` for each of several, which have no gaps in their files. On an error those
+        before the one that it is of were added. All must be lists of one length."""
 
     def add_buffer(self, file: int, offset: int, buffer: Buffer) -> int:
         """Fill a buffer. Returns the number of the range."""

@@ -18,7 +18,7 @@ from pyckpt.locks import fork_safe_lock
 
 __all__ = ["Engine", "abandoned", "configure", "default_engine"]
 
-_SLOT_GRAIN = 4096
+_SLOT_GRAIN = _C.page_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

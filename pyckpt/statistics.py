@@ -27,7 +27,9 @@ class WriteStatistics:
     seconds: float
     """From opening the file to its being durable, or to now."""
     copy_seconds: float
+    """Copying, with the checksums of what is copied: one pass makes both."""
     checksum_seconds: float
+    """Checksums of what is not copied: of memory written from where it is, or copied by a GPU."""
     write_seconds: float
     sync_seconds: float
     """Waiting for the disk to have everything (fsync), at the end."""
@@ -83,7 +85,10 @@ class ReadStatistics:
     """From the first request to the last byte's being at its destination, or to now."""
     read_seconds: float
     checksum_seconds: float
+    """Checksums of what is not copied: of what was read straight to where it belongs, or goes to a
+    GPU."""
     copy_seconds: float
+    """Copying, with the checksums of what is copied."""
     slot_waits: int
     """How often a thread found no free slot in the engine's ring: another job held them."""
     direct: bool

@@ -23,7 +23,8 @@ fi
 # From a copy, so that the CPU build in the tree stays as it is.
 copy=build/cuda
 mkdir -p "$copy"
-cp -r csrc pyckpt setup.py pyproject.toml README.md LICENSE "$copy/"
+rm -rf "$copy/csrc" "$copy/pyckpt"  # of another version, with sources that are gone since
+cp -rp csrc pyckpt setup.py pyproject.toml README.md LICENSE "$copy/"
 rm -f "$copy"/pyckpt/_C*.so
 (cd "$copy" && PYCKPT_CUDA=1 "../../$venv/bin/python" setup.py --quiet build_ext --inplace)
 

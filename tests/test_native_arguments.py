@@ -44,6 +44,35 @@ def test_read_job_offsets_do_not_wrap(job: Any, offset: int) -> None:
         job.add_tensor(0, offset, torch.zeros(25))
 
 
+def test_read_job_takes_tensors_in_bulk(job: Any) -> None:
+    """As one by one: numbers of ranges, and None for what it cannot fill."""
+    parts = [torch.zeros(3), torch.zeros(4, 2).t(), torch.zeros(2).to_sparse(), torch.zeros(0)]
+    assert job.add_tensors([0] * 4, [0, 64, 0, 4096], parts) == [0, 1, None, 2]
+    assert job.add_tensors([], [], []) == []
+    job.run()
+    whole = torch.frombuffer(bytearray(bytes(range(256)) * 16), dtype=torch.float32)
+    assert torch.equal(parts[0], whole[:3])
+    assert torch.equal(parts[1], whole[16:24].reshape(2, 4))
+
+
+def test_read_job_checks_tensors_in_bulk(job: Any) -> None:
+    tensors = [torch.zeros(3), torch.zeros(3)]
+    with pytest.raises(ValueError, match="no file of this number"):
+        job.add_tensors([0, 1], [0, 0], tensors)
+    with pytest.raises(ValueError, match="beyond the end of any file"):
+        job.add_tensors([0, 0], [0, (1 << 63) - 4], tensors)
+    with pytest.raises(ValueError, match="a file and an offset"):
+        job.add_tensors([0], [0, 0], tensors)
+    with pytest.raises(TypeError, match="must be tensors"):
+        job.add_tensors([0], [0], [None])
+    for wrong in ([-1], ["0"], [1 << 64]):
+        with pytest.raises((RuntimeError, TypeError)):
+            job.add_tensors(wrong, [0], tensors[:1])
+    tensors[0].untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="larger than its storage"):
+        job.add_tensors([0], [0], tensors[:1])
+
+
 @pytest.mark.parametrize(
     "stride",
     [(0, 1), (-4, 1), (4, 0), (1, 4), (3, 1), (1 << 62, 1), (1 << 61, 1), ((1 << 63) - 1, 1), (4,)],

@@ -41,8 +41,8 @@ __all__ = [
 # What the bytes around a tensor, and the gap before an aligned one, take at most (docs/format.md);
 # for the preallocation, where a little too much is given back at the end.
 _ENVELOPE_BYTES_MAX = 2048
-_GAP_BYTES_MAX = 4096
-_ALIGNED_PAYLOAD_MIN = 64 << 10
+_GAP_BYTES_MAX = _C.page_bytes
+_ALIGNED_PAYLOAD_MIN = _C.aligned_payload_min_bytes
 
 
 class Raw(NamedTuple):

@@ -220,6 +220,18 @@ class _Temporary(NamedTuple):
     target: torch.Tensor
 
 
+class _Whole(NamedTuple):
+    """A saved tensor to be read into one of its size."""
+
+    check: _Check
+    payload: Payload
+    offsets: Sequence[int]
+    target: torch.Tensor
+    tensor: torch.Tensor  # the same memory, its dimensions in the order of the file
+    file: int
+    at: int  # in the file, in bytes
+
+
 class _Claims:
     """Which keys are read into which parts of a storage."""
 
@@ -264,6 +276,7 @@ class _Load:
         self.job: _C.ReadJob | None = None
         self.files: dict[str, int] = {}
         self.pending: list[tuple[_Check, int, int, int]] = []  # begin, end, range
+        self.wholes: list[_Whole] = []  # given to it together
         self.claims: dict[int, _Claims] = {}  # of the storage at that address
         self.temporaries: list[_Temporary] = []
         self.temporary_bytes = 0
@@ -403,17 +416,54 @@ class _Load:
             self.claim(item.dest_index.fqn, target)
         # Elements that share their memory (expand) are for copy_ to refuse.
         alike = target.dtype == payload.dtype and 0 not in target.stride()
-        if alike and self.add_box(check, item.storage_offsets, target, payload):
+        if alike and target.shape == payload.shape:  # most tensors
+            self.add_whole(check, item.storage_offsets, target, payload)
+        elif not alike or not self.add_box(check, item.storage_offsets, target, payload):
+            self.add_copied(check, item.storage_offsets, target, payload)
+
+    def add_whole(
+        self, check: _Check, offsets: Sequence[int], target: torch.Tensor, payload: Payload
+    ) -> None:
+        tensor = target
+        if payload.stride != _row_major(payload.shape):
+            tensor = target.permute(_file_order(payload))
+        _, file = self.open(check.info.relative_path)
+        at = check.info.offset + payload.offset
+        self.wholes.append(_Whole(check, payload, offsets, target, tensor, file, at))
+
+    def give_wholes(self) -> None:
+        """Give the job what was noted for it, in one call."""
+        if not self.wholes:
             return
-        for offsets, part in _rows(item.storage_offsets, target, payload.dtype.itemsize):
+        wholes, self.wholes = self.wholes, []
+        assert self.job is not None
+        numbers = self.job.add_tensors(
+            [whole.file for whole in wholes],
+            [whole.at for whole in wholes],
+            [whole.tensor for whole in wholes],
+        )
+        refused = []
+        for whole, number in zip(wholes, numbers, strict=True):
+            if number is None:
+                refused.append(whole)
+            elif number >= 0:
+                self.pending.append((whole.check, 0, whole.payload.length, number))
+        for whole in refused:
+            self.add_copied(whole.check, whole.offsets, whole.target, whole.payload)
+
+    def add_copied(
+        self, check: _Check, offsets: Sequence[int], target: torch.Tensor, payload: Payload
+    ) -> None:
+        """Read a box into memory of its own, to be copied to its target after that."""
+        for at, part in _rows(offsets, target, payload.dtype.itemsize):
             source = torch.empty(part.shape, dtype=payload.dtype, device=_near(target))
             # Flush first: what is read must not wait for its copy longer than it has to.
             if self.temporary_bytes + source.nbytes > _TEMPORARY_BYTES:
                 self.flush()
-            if not self.add_box(check, offsets, source, payload):
+            if not self.add_box(check, at, source, payload):
                 # A box with gaps in the file cannot be scattered in the memory of a GPU.
                 source = source.cpu()
-                if not self.add_box(check, offsets, source, payload):
+                if not self.add_box(check, at, source, payload):
                     raise TypeError(f"{check.key}: a tensor of {payload.dtype} cannot be read")
             self.temporaries.append(_Temporary(source, part))
             self.temporary_bytes += source.nbytes
@@ -432,15 +482,14 @@ class _Load:
     ) -> bool:
         shape, stride = payload.shape, payload.stride
         if stride != _row_major(shape):
-            # Name the dimensions in the order in which they lie in the file.
-            order = sorted(range(len(shape)), key=lambda d: (-stride[d], shape[d] != 1))
+            order = _file_order(payload)
             shape = tuple(shape[d] for d in order)
             stride = tuple(stride[d] for d in order)
             offsets = [offsets[d] for d in order]
             target = target.permute(order)
         job, file = self.open(check.info.relative_path)
         at = check.info.offset + payload.offset
-        if target.shape == shape:  # the whole of it: most tensors
+        if target.shape == shape:
             number = job.add_tensor(file, at, target)
             begin, end = 0, payload.length
         else:
@@ -496,6 +545,7 @@ class _Load:
 
     def flush(self) -> list[int]:
         """Read what was asked for; return the checksums of its ranges."""
+        self.give_wholes()
         if self.job is None:
             return []
         checksums = self.job.run()
@@ -616,6 +666,12 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     for d in range(len(shape) - 1, 0, -1):
         strides[d - 1] = strides[d] * max(shape[d], 1)
     return tuple(strides)
+
+
+def _file_order(payload: Payload) -> list[int]:
+    """The dimensions in the order in which they lie in the file."""
+    shape, stride = payload.shape, payload.stride
+    return sorted(range(len(shape)), key=lambda d: (-stride[d], shape[d] != 1))
 
 
 def _near(target: torch.Tensor) -> torch.device:

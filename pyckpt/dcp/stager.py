@@ -357,7 +357,7 @@ def _stager_of(
     )
 
 
-_REGION_GRAIN = 4096
+_REGION_GRAIN = _C.page_bytes
 
 
 class Shape:
@@ -394,8 +394,8 @@ class Shape:
         return small + large + 2 * _REGION_GRAIN  # the small ones in two regions: guarded, and not
 
 
-_SMALL = 64 << 10  # smaller ones lie beside each other in one region, as csrc/stage_job.cpp has it
-_SMALL_GRAIN = 64
+_SMALL = _C.small_source_bytes  # smaller ones lie beside each other in one region
+_SMALL_GRAIN = _C.small_alignment_bytes
 
 
 class Staging:

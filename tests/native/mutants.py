@@ -34,16 +34,16 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = (
-    # device_cuda.cpp
+    # device_cuda.cpp, and the cuda_*.h that it is made of
     Mutant(
         "follow: the copies to the host do not wait",
         "device_cuda.cpp",
-        'check(cudaStreamWaitEvent(to_host_, event.get(), 0), "cudaStreamWaitEvent");',
+        'check(cudaStreamWaitEvent(to_host_.get(), event.get(), 0), "cudaStreamWaitEvent");',
     ),
     Mutant(
         "follow: the copies from the host do not wait",
         "device_cuda.cpp",
-        'check(cudaStreamWaitEvent(from_host_, event.get(), 0), "cudaStreamWaitEvent");',
+        'check(cudaStreamWaitEvent(from_host_.get(), event.get(), 0), "cudaStreamWaitEvent");',
     ),
     Mutant(
         "follow: its event is not recorded",
@@ -69,13 +69,13 @@ MUTANTS = (
     ),
     Mutant(
         "captures are ended",
-        "device_cuda.cpp",
+        "cuda_entry.h",
         "check(cudaThreadExchangeStreamCaptureMode(&mode_), "
         '"cudaThreadExchangeStreamCaptureMode");',
     ),
     Mutant(
         "threads stay in another mode of capture",
-        "device_cuda.cpp",
+        "cuda_entry.h",
         "~Entry() { ignore(cudaThreadExchangeStreamCaptureMode(&mode_)); }",
         "~Entry() = default;",
     ),
@@ -109,7 +109,7 @@ MUTANTS = (
     ),
     Mutant(
         "things are given back without a current device",
-        "device_cuda.cpp",
+        "cuda_entry.h",
         "    const Entry entry(index);\n    function();",
         "    (void)index;\n    function();",
     ),
@@ -160,13 +160,13 @@ MUTANTS = (
     ),
     Mutant(
         "the device is not made the current one",
-        "device_cuda.cpp",
+        "cuda_entry.h",
         'check(cudaSetDevice(index), "cudaSetDevice");',
         "(void)index;",
     ),
     Mutant(
         "a ticket spins",
-        "device_cuda.cpp",
+        "cuda_event.h",
         "cudaEventDisableTiming | cudaEventBlockingSync",
         "cudaEventDisableTiming",
     ),
@@ -177,9 +177,9 @@ MUTANTS = (
     ),
     Mutant(
         "copies are ordered with the default stream",
-        "device_cuda.cpp",
-        "stream, cudaStreamNonBlocking",
-        "stream, cudaStreamDefault",
+        "cuda_stream.h",
+        "stream_, cudaStreamNonBlocking",
+        "stream_, cudaStreamDefault",
     ),
     Mutant(
         "copies go into memory that is not registered",
@@ -188,7 +188,7 @@ MUTANTS = (
     ),
     Mutant(
         "an event is not used again",
-        "device_cuda.cpp",
+        "cuda_event.h",
         "free_.push_back(event);",
         "cudaEvent_t kept = event;\n    (void)kept;",
     ),
@@ -220,14 +220,14 @@ MUTANTS = (
         "an arena that registers answers nobody",
         "arena.cpp",
         "  if (pin_device != kNoDevice) region->segment_->pin(pin_device);",
-        "  std::lock_guard lock(mutex_);\n"
+        "  const Lock lock(mutex_);\n"
         "  if (pin_device != kNoDevice) region->segment_->pin(pin_device);",
     ),
     Mutant(
         "an arena that reserves answers nobody",
         "arena.cpp",
         "  for (const Part& part : parts) {",
-        "  std::lock_guard still(mutex_);\n  for (const Part& part : parts) {",
+        "  const Lock still(mutex_);\n  for (const Part& part : parts) {",
     ),
     Mutant(
         "nobody waits for memory that is being made",
@@ -235,31 +235,29 @@ MUTANTS = (
         "while (!region && growing_) {",
         "while (false) {",
     ),
-    # stage_job.cpp, engine.cpp
+    # stage_job.cpp, device_copies.cpp, engine.cpp
     Mutant(
         "the program is not held for what is not guarded",
         "stage_job.cpp",
-        "    for (const auto& [of, ticket] : job->last_) {\n"
-        "      if (of == device) device->hold(stream, *ticket);\n    }\n",
+        "    job->device_copies_.hold(device, stream);\n",
     ),
     Mutant(
         "the guard does not hold",
         "stage_job.cpp",
-        "  try {\n    for (const auto& [of, ticket] : last_) {\n"
-        "      if (of == device) device->hold(stream, *ticket);\n    }\n",
+        "  try {\n    device_copies_.hold(device, stream);\n",
         "  try {\n    (void)device, (void)stream;\n",
     ),
     Mutant(
         "the guard is for the first ticket",
-        "stage_job.cpp",
-        "last->second = ticket;",
+        "device_copies.cpp",
+        "newest->second = ticket;",
     ),
     Mutant(
         "a guard that cannot be set is not told",
         "stage_job.cpp",
-        "if (of == device) device->hold(stream, *ticket);\n    }\n  } catch (...) {\n"
+        "    device_copies_.hold(device, stream);\n  } catch (...) {\n"
         "    fail(std::current_exception());",
-        "if (of == device) device->hold(stream, *ticket);\n    }\n  } catch (...) {",
+        "    device_copies_.hold(device, stream);\n  } catch (...) {",
     ),
     Mutant(
         "a copy beside which a guard failed counts",
@@ -275,20 +273,21 @@ MUTANTS = (
     Mutant(
         "a job that is dropped does not wait",
         "stage_job.cpp",
-        "  wait_for_devices();  // but for no thread",
+        "  device_copies_.wait_for_devices();  // but for no thread",
         "  // but for no thread",
     ),
     Mutant(
         "devices are not waited for",
-        "stage_job.cpp",
+        "device_copies.cpp",
         "      ticket->wait();",
         "      (void)ticket;",
     ),
     Mutant(
         "threads are not waited for",
         "stage_job.cpp",
-        "    changed_.wait(lock, [this] { return units_left_ == 0; });\n  }\n  wait_for_devices();",
-        "  }\n  wait_for_devices();",
+        "    changed_.wait(lock, [this]() REQUIRES(mutex_) { return units_left_ == 0; });\n  }\n"
+        "  device_copies_.wait_for_devices();",
+        "  }\n  device_copies_.wait_for_devices();",
     ),
     Mutant(
         "sources go while they are read",
@@ -311,22 +310,23 @@ MUTANTS = (
     Mutant(
         "wait_volatile does not wait",
         "stage_job.cpp",
-        "  do_units(volatile_units_);\n  std::unique_lock lock(mutex_);\n"
-        "  changed_.wait(lock, [this] { return error_ || volatile_left_ == 0; });",
-        "  std::unique_lock lock(mutex_);",
+        "  do_units(volatile_units_);\n  Lock lock(mutex_);\n"
+        "  changed_.wait(lock, [this]() REQUIRES(mutex_) { "
+        "return error_ || volatile_left_ == 0; });",
+        "  Lock lock(mutex_);",
     ),
     Mutant(
         "wait_host does not wait",
         "stage_job.cpp",
-        "  do_units(units_.size());\n  std::unique_lock lock(mutex_);\n"
-        "  changed_.wait(lock, [this] { return error_ || units_left_ == 0; });",
-        "  std::unique_lock lock(mutex_);",
+        "  do_units(host_copies_.units());\n  Lock lock(mutex_);\n"
+        "  changed_.wait(lock, [this]() REQUIRES(mutex_) { return error_ || units_left_ == 0; });",
+        "  Lock lock(mutex_);",
     ),
     Mutant(
         "who waits does not help",
         "stage_job.cpp",
-        "  do_units(volatile_units_);\n  std::unique_lock",
-        "  std::unique_lock",
+        "  do_units(volatile_units_);\n  Lock",
+        "  Lock",
     ),
     Mutant(
         "regions are given back while they are written to",
@@ -337,7 +337,7 @@ MUTANTS = (
     Mutant(
         "wait does not wait for devices",
         "stage_job.cpp",
-        "for (const Copy& copy : device_copies_) copy.staged->wait();",
+        "  device_copies_.wait();",
     ),
     Mutant(
         "a batch does not wait",

@@ -1,0 +1,192 @@
+// WriteJob, as Python sees it: with what keeps the memory alive that it reads.
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "bindings_tensor.h"
+#include "envelope.h"
+#include "write_job.h"
+
+namespace pyckpt {
+
+namespace {
+
+// A WriteJob, and what keeps alive the memory that it reads.
+class PyWriteJob {
+ public:
+  // Where an item lies, in bytes; as pyckpt.format.places unpacks it.
+  struct Place {
+    uint64_t offset;
+    uint64_t length;
+    uint64_t payload_offset;
+    uint64_t payload_length;
+    uint64_t crc32;
+  };
+
+  PyWriteJob(std::shared_ptr<Engine> engine, const std::string& path, const std::string& direct,
+             bool sync, uint64_t preallocate)
+      : engine_(std::move(engine)) {
+    WriteOptions options{to_direct(direct), sync, preallocate};
+    py::gil_scoped_release release;
+    job_ = engine_->start_write(path, options);
+  }
+  PyWriteJob(const PyWriteJob&) = delete;
+  PyWriteJob& operator=(const PyWriteJob&) = delete;
+  ~PyWriteJob() {
+    if (job_ && job_->forked()) {
+      new std::shared_ptr<WriteJob>(std::move(job_));  // must not be destroyed here
+      return;
+    }
+    abandon();
+  }
+
+  bool add_tensor(const at::Tensor& tensor, const std::shared_ptr<Envelope>& envelope) {
+    Programs programs;
+    return add_tensor(tensor, envelope, &programs);
+  }
+
+  // `programs`: those of tensors that were there already when the first of them was added.
+  bool add_tensor(const at::Tensor& tensor, const std::shared_ptr<Envelope>& envelope,
+                  Programs* programs) {
+    if (!is_plain(tensor)) return false;
+    Source source;
+    source.data = static_cast<const std::byte*>(tensor.const_data_ptr());
+    source.size = tensor.nbytes();
+    if (source.size != envelope->payload_size) {
+      throw std::invalid_argument("the envelope is for another number of bytes");
+    }
+    if (!tensor.is_non_overlapping_and_dense()) {
+      if (!tensor.is_cpu()) return false;
+      source.strided = std::make_shared<Strided>(tensor.sizes().vec(), tensor.strides().vec(),
+                                                 tensor.element_size());
+    }
+    if (tensor.is_cuda()) {
+      source.device = programs->add(*engine_, tensor);
+      programs->follow();
+    }
+    source.staged = staged_of(tensor);
+    held_.push_back({tensor, {}});
+    add(envelope, std::move(source));
+    return true;
+  }
+
+  // Adds tensors from number `begin` up to the first that cannot be added; returns its number.
+  size_t add_tensors(const py::list& tensors, const py::list& envelopes, size_t begin) {
+    const size_t count = std::min(tensors.size(), envelopes.size());
+    Programs programs;
+    for (size_t i = begin; i < count; ++i) {
+      const py::handle tensor = PyList_GET_ITEM(tensors.ptr(), static_cast<py::ssize_t>(i));
+      const py::handle envelope = PyList_GET_ITEM(envelopes.ptr(), static_cast<py::ssize_t>(i));
+      if (envelope.is_none() || !THPVariable_Check(tensor.ptr())) return i;
+      if (!add_tensor(THPVariable_Unpack(tensor.ptr()), envelope.cast<std::shared_ptr<Envelope>>(),
+                      &programs)) {
+        return i;
+      }
+    }
+    return count;
+  }
+
+  void add_bytes(const py::object& object) {
+    ContiguousBuffer view(object);
+    Source source;
+    source.data = view.data();
+    source.size = view.size();
+    held_.push_back({at::Tensor(), {}});
+    held_.back().buffers.push_back(std::move(view));
+    add(nullptr, std::move(source));
+  }
+
+  // One Place an item.
+  py::bytes finish() {
+    {
+      py::gil_scoped_release release;
+      job_->finish();
+    }
+    held_.clear();
+    std::string places;
+    places.reserve(job_->items().size() * sizeof(Place));
+    for (const Item& item : job_->items()) {
+      const Place place{item.offset, item.length, item.payload_offset, item.source.size,
+                        item.crc.load()};
+      places.append(reinterpret_cast<const char*>(&place), sizeof(place));
+    }
+    return places;
+  }
+
+  void abandon() {
+    {
+      py::gil_scoped_release release;
+      if (job_) job_->abandon();
+    }
+    held_.clear();
+  }
+
+  WriteStatistics statistics() const { return job_->statistics(); }
+
+ private:
+  struct Held {
+    at::Tensor tensor;
+    std::vector<ContiguousBuffer> buffers;  // one or none
+  };
+
+  void add(std::shared_ptr<const Envelope> envelope, Source source) {
+    // Adding takes less time than handing the GIL over and back would; waiting is another matter.
+    if (!job_->add(std::move(envelope), std::move(source))) {
+      py::gil_scoped_release release;
+      job_->wait_for_room();
+    }
+    for (const size_t consumed = job_->consumed(); released_ < consumed; ++released_) {
+      held_.pop_front();
+    }
+  }
+
+  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<WriteJob> job_;
+  std::deque<Held> held_;  // of the items from number released_ on
+  size_t released_ = 0;
+};
+
+}  // namespace
+
+void register_write_job(py::module_& module) {
+  py::class_<WriteStatistics>(module, "WriteStatistics")
+      .def_readonly("items", &WriteStatistics::items)
+      .def_readonly("bytes_added", &WriteStatistics::bytes_added)
+      .def_readonly("bytes_written", &WriteStatistics::bytes_written)
+      .def_readonly("seconds", &WriteStatistics::seconds)
+      .def_readonly("copy_seconds", &WriteStatistics::copy_seconds)
+      .def_readonly("checksum_seconds", &WriteStatistics::checksum_seconds)
+      .def_readonly("write_seconds", &WriteStatistics::write_seconds)
+      .def_readonly("sync_seconds", &WriteStatistics::sync_seconds)
+      .def_readonly("slot_waits", &WriteStatistics::slot_waits)
+      .def_readonly("direct", &WriteStatistics::direct)
+      .def_readonly("fallback_reason", &WriteStatistics::fallback_reason);
+  py::class_<PyWriteJob>(module, "WriteJob")
+      .def(py::init([](std::shared_ptr<Engine> engine, const std::string& path,
+                       const std::string& direct, bool sync, uint64_t preallocate) {
+             return std::make_unique<PyWriteJob>(std::move(engine), path, direct, sync,
+                                                 preallocate);
+           }),
+           py::arg("engine"), py::arg("path"), py::kw_only(), py::arg("direct") = "auto",
+           py::arg("sync") = true, py::arg("preallocate") = 0)
+      .def("add_tensors", &PyWriteJob::add_tensors, py::arg("tensors"), py::arg("envelopes"),
+           py::arg("begin") = 0)
+      .def("add_tensor",
+           py::overload_cast<const at::Tensor&, const std::shared_ptr<Envelope>&>(
+               &PyWriteJob::add_tensor),
+           py::arg("tensor"), py::arg("envelope"))
+      .def("add_bytes", &PyWriteJob::add_bytes, py::arg("buffer"))
+      .def("finish", &PyWriteJob::finish)
+      .def("abandon", &PyWriteJob::abandon)
+      .def("statistics", &PyWriteJob::statistics);
+}
+
+}  // namespace pyckpt

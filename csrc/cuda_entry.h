@@ -1,0 +1,50 @@
+// What each use of CUDA begins and ends with.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda_status.h"
+#include "error.h"
+
+namespace pyckpt::cuda {
+
+// Owns the calling thread's mode of stream capture while it lives. The device is made the thread's
+// current one: a thread that has none would make a context on device 0. And while this lives, the
+// thread may make calls that CUDA else refuses while any thread captures a graph in the global
+// mode, torch's default: waiting for an event, registering memory, loading a kernel. Refused, each
+// of them also ends that capture with an error. They are safe: nothing that we do is to become part
+// of a graph, nor waits for one.
+class Entry {
+ public:
+  explicit Entry(int index) {
+    check(cudaSetDevice(index), "cudaSetDevice");
+    check(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode");
+  }
+  Entry(const Entry&) = delete;
+  Entry& operator=(const Entry&) = delete;
+  ~Entry() { ignore(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // the thread's own meanwhile
+};
+
+// For destructors, which give things back as well as they can.
+template <typename Function>
+void enter_or_ignore(int index, Function function) noexcept {
+  try {
+    const Entry entry(index);
+    function();
+  } catch (const CudaError&) {
+    // The device is lost. What other devices use is to be given back nonetheless.
+    function();
+  }
+}
+
+// Whether a stream captures a graph. Within an Entry.
+inline bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
+  return capture != cudaStreamCaptureStatusNone;
+}
+
+}  // namespace pyckpt::cuda
