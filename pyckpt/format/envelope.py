@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pyckpt import _C
+from pyckpt.format.item import is_dense
 
 __all__ = ["Archive", "Layout", "Record", "envelope_of"]
 
@@ -101,10 +102,10 @@ def envelope_of(
     contiguous = _contiguous_stride(shape)
     written, order = contiguous, None
     if 0 not in shape:
-        tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        if torch._prims_common.is_non_overlapping_and_dense_or_false(tensor):
+        if is_dense(shape, stride):
             written = stride
         else:
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             written = torch.empty_like(tensor).stride()
             if written != contiguous:
                 order = tuple(sorted(range(len(shape)), key=lambda d: (-written[d], d)))
