@@ -141,6 +141,20 @@ TEST_F(RegisterCudaTest, AnArenaThatRegistersAnswersMeanwhile) {
   pin.get();
 }
 
+// As above, by whoever takes it.
+TEST_F(RegisterCudaTest, AnArenaThatHandsOutWhatItRegistersAnswersMeanwhile) {
+  const auto arena = std::make_shared<Arena>(kSegment);
+  arena->allocate(kSegment, kPrivate)->give_back();
+  std::promise<void> gate;
+  cuda_.hold_registration(gate.get_future().share());
+  auto take = beside([&] { EXPECT_TRUE(arena->allocate(4096, kPrivate, 0)); });
+  EXPECT_TRUE(cuda_.blocked(1));
+  EXPECT_EQ(arena->used_bytes(), 4096u);
+  EXPECT_TRUE(arena->allocate(4096, kPrivate));
+  gate.set_value();
+  take.get();
+}
+
 class NumaTest : public testing::Test {
  protected:
   void write(const std::string& path, const std::string& text) {
