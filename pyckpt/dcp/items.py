@@ -24,14 +24,14 @@ from pyckpt.format.metadata import StorageInfo, storage_info
 
 __all__ = [
     "OPAQUE",
-    "Notes",
+    "FirstWrite",
     "Packed",
     "Place",
     "Raw",
     "add",
     "add_known",
     "expected_size",
-    "notes_of",
+    "first_write_of",
     "places_of",
     "size_of_file",
     "unpack",
@@ -187,8 +187,8 @@ def size_of_file(of_rank: Sequence[WriteResult | Packed]) -> tuple[str, int] | N
     return first.storage_data.relative_path, max(ends)
 
 
-class Notes(NamedTuple):
-    """What a rank remembers of the first save of a plan."""
+class FirstWrite(NamedTuple):
+    """How a rank wrote a plan for the first time, which is how it writes it again."""
 
     raws: list[Raw]
     envelopes: list[_C.Envelope | None]
@@ -196,13 +196,20 @@ class Notes(NamedTuple):
     expected_size: int
 
 
-def notes_of(plan: SavePlan, raws: list[Raw], tensors: Sequence[torch.Tensor | None]) -> Notes:
-    """What to remember of a save that is over."""
+def first_write_of(
+    plan: SavePlan, raws: list[Raw], tensors: Sequence[torch.Tensor | None]
+) -> FirstWrite:
+    """What to remember of a save whose items are all written.
+
+    Args:
+        raws: what `add` returned for each item.
+        tensors: the memory of each item; None for objects.
+    """
     envelopes = [
         None if tensor is None or raw is OPAQUE or not raw.as_planned else _simple_envelope(tensor)
         for raw, tensor in zip(raws, tensors, strict=True)
     ]
-    return Notes(raws, envelopes, expected_size(plan))
+    return FirstWrite(raws, envelopes, expected_size(plan))
 
 
 def _simple_envelope(tensor: torch.Tensor) -> _C.Envelope | None:
@@ -215,14 +222,14 @@ def add_known(
     planner: SavePlanner,
     items: Sequence[WriteItem],
     tensors: list[torch.Tensor | None],
-    notes: Notes,
+    first: FirstWrite,
     settle: Callable[[], None],
 ) -> list[Raw]:
     """Give the items of a plan to the job that a save had before: tensors without Python."""
-    raws = list(notes.raws)
+    raws = list(first.raws)
     done = 0
     while True:
-        done = job.add_tensors(tensors, notes.envelopes, done)
+        done = job.add_tensors(tensors, first.envelopes, done)
         if done == len(items):
             return raws
         raws[done] = add(job, planner, items[done], settle)

@@ -32,6 +32,7 @@ __all__ = [
     "copy_object",
     "dtensor_like",
     "is_checkpointable",
+    "is_memory",
     "is_plain_type",
     "local_tensor",
     "plans_itself",
@@ -69,6 +70,11 @@ def plans_itself(value: object) -> bool:
     """Whether DCP asks the value which parts of what it holds, where for others that follows from
     the type and the shape. Not of types: any tensor may have such attributes."""
     return hasattr(value, "__create_write_items__") or hasattr(value, "global_offsets")
+
+
+def is_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is its elements in memory and nothing more."""
+    return is_plain_type(tensor) and tensor.layout is torch.strided and not plans_itself(tensor)
 
 
 def is_checkpointable(tensor: torch.Tensor) -> bool:

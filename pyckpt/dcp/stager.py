@@ -17,7 +17,7 @@ import torch
 from pyckpt import _C, guard
 from pyckpt.collector import CollectorPause, collector_paused
 from pyckpt.dcp.leaves import Leaves, is_plain_type
-from pyckpt.dcp.save_planner import KnownPlan
+from pyckpt.dcp.plans import KnownPlan
 from pyckpt.engine import Engine, default_engine
 from pyckpt.errors import EngineClosed, StagerBusy
 from pyckpt.locks import fork_safe_lock

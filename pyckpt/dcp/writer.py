@@ -25,22 +25,24 @@ from torch.futures import Future as TorchFuture
 
 from pyckpt import _C
 from pyckpt.collector import collector_paused
+from pyckpt.dcp.committed import refer_to_file
 from pyckpt.dcp.items import (
-    Notes,
+    FirstWrite,
     Packed,
     Raw,
     add,
     add_known,
     expected_size,
-    notes_of,
+    first_write_of,
     places_of,
     size_of_file,
     unpack,
     write_result,
 )
 from pyckpt.dcp.known_planners import KNOWN_PLANNERS, planner_is_known
-from pyckpt.dcp.parts import Part, host_name, refuse_mismatch
-from pyckpt.dcp.save_planner import RESULTS, KnownPlan, PlannedMetadata, SavePlanner
+from pyckpt.dcp.parts import Part, Skipped, host_name, refuse_mismatch
+from pyckpt.dcp.plans import GlobalPlan, KnownPlan, global_plan_of
+from pyckpt.dcp.save_planner import SavePlanner
 from pyckpt.dcp.stager import (
     PinnedStager,
     StagedStateDict,
@@ -53,7 +55,6 @@ from pyckpt.errors import SaveError
 from pyckpt.format import commit
 from pyckpt.format.claim import Claim, turn
 from pyckpt.format.metadata import encode
-from pyckpt.format.template import Template
 from pyckpt.locks import fork_safe_lock
 from pyckpt.statistics import WriteStatistics
 from pyckpt.timeline import named
@@ -140,6 +141,7 @@ class DirectWriter(StorageWriter):
         self._stager = stager
         self._staging: Staging | None = None
         self._skips = False
+        self._plan: GlobalPlan | None = None  # of the save, on the rank that commits
         self.staged: Future[None] = Future()
         """Of the last asynchronous save: done when the state was copied."""
         self.written: Future[None] = Future()
@@ -310,7 +312,7 @@ class DirectWriter(StorageWriter):
             inode=os.stat(self.path).st_ino,
             number=self._number,
             save_id=self._save_id,
-            skip=staging is not None and staging.busy is not None,
+            has_room=staging is None or staging.busy is None,
         )
         return _with_part(plan, part)
 
@@ -323,23 +325,25 @@ class DirectWriter(StorageWriter):
         _seen.update(self._parts.values())
         if self._parts:
             refuse_mismatch(list(self._parts.values()))
-        self._skips = any(part.skip for part in self._parts.values())
+        self._plan = global_plan_of(plans)
+        self._skips = not all(part.has_room for part in self._parts.values())
         if self._skips:
             # Where one rank has no memory for a save, none of them saves.
             plans = [
-                plan if part is None else _with_part(plan, dataclasses.replace(part, skip=True))
+                plan
+                if part is None
+                else dataclasses.replace(plan, storage_data=Skipped(part.save_id))
                 for plan, part in zip(plans, parts, strict=True)
             ]
         return plans
 
     def _is_skipped(self, plan: SavePlan) -> bool:
-        part = _part_of(plan)
-        # A planner may have kept that of another save.
-        if part is not None and part.save_id == self._save_id and part.skip:
+        # A planner may have kept the answer to another save.
+        if plan.storage_data == Skipped(self._save_id):
             return True
         staging = self._staging
         if staging is not None and staging.busy is not None:
-            raise staging.busy  # nothing was copied, and the planner lost the word of it
+            raise staging.busy  # nothing was copied, and the planner lost the coordinator's answer
         return False
 
     def write_data(
@@ -377,29 +381,35 @@ class DirectWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         if self._skips:
             return
+        plan = self._plan
+        if plan is not None and not plan.is_plan_of(metadata):
+            plan = None  # a planner made something else of it
         try:
             with collector_paused():
-                data, files = self._describe(metadata, results)
+                data, files = self._describe(metadata, results, plan)
             with _commit_lock, self._turn(), named("commit", len(data)):
                 self._look_for_files(results)
                 self._commit(data, files)
         finally:
             self._forget_data_file()
-        if isinstance(metadata, PlannedMetadata):
-            metadata.committed = os.fspath(self.path / self._metadata_name())
+        if plan is not None:
+            refer_to_file(metadata, self.path / self._metadata_name())
 
     def _describe(
-        self, metadata: Metadata, results: Sequence[Sequence[WriteResult | Packed]]
+        self,
+        metadata: Metadata,
+        results: Sequence[Sequence[WriteResult | Packed]],
+        plan: GlobalPlan | None,
     ) -> tuple[bytes, set[str]]:
-        """The ``.metadata`` of the save, and the names of its files."""
-        planned = metadata if isinstance(metadata, PlannedMetadata) else None
-        before: Results | None = None if planned is None else planned.notes.get(RESULTS)
-        if planned is not None and before is not None:
+        """Complete the metadata; return the ``.metadata`` of the save, and its files' names."""
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
+        if plan is not None and plan.results is not None:
             # A rank that writes nothing says nothing.
             packed = [of_rank[0] if of_rank else Packed("", b"") for of_rank in results]
             ranks = [of_rank for of_rank in packed if isinstance(of_rank, Packed)]
             if len(ranks) == len(packed):
-                data = before.template(planned).fill(
+                data = plan.template().fill(
                     str(self.path),
                     self._save_id,
                     [of_rank.name for of_rank in ranks],
@@ -407,15 +417,13 @@ class DirectWriter(StorageWriter):
                 )
                 if data is not None:
                     return data, {of_rank.name for of_rank in ranks} - {""}
+        before = None if plan is None else plan.results
         full = [list(_unpacked(of_rank, rank, before)) for rank, of_rank in enumerate(results)]
-        if planned is not None:
-            planned.notes[RESULTS] = Results(full)
-            metadata = Metadata(planned.state_dict_metadata, planned.planner_data)
-        metadata.version = CURRENT_DCP_VERSION
+        if plan is not None:
+            plan.results = full
         metadata.storage_data = {
             result.index: result.storage_data for of_rank in full for result in of_rank
         }
-        metadata.storage_meta = StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
         return encode(metadata), {info.relative_path for info in metadata.storage_data.values()}
 
     def _release_claims(self) -> None:
@@ -537,8 +545,8 @@ class DirectWriter(StorageWriter):
             # Not of a class made from it, which may resolve items to something else.
             ours = planner if type(planner) is SavePlanner else None
             known = None if ours is None else ours.known
-            notes: Notes | None = None if known is None else known.notes.get(_NOTES)
-            expected = expected_size(plan) if notes is None else notes.expected_size
+            first = None if known is None else known.first_write
+            expected = expected_size(plan) if first is None else first.expected_size
             with self._turn(shared=True):
                 self._job = job = _C.WriteJob(
                     engine.native,
@@ -555,7 +563,7 @@ class DirectWriter(StorageWriter):
                     job.abandon()
                     raise
             try:
-                raws = self._add_items(job, plan, planner, notes)
+                raws = self._add_items(job, plan, planner, first)
                 places = job.finish()
                 self._check_copies()
             finally:
@@ -567,12 +575,12 @@ class DirectWriter(StorageWriter):
                 self._data_file.unlink()
             raise
         self._tell_fallback(job)
-        if ours is not None and notes is not None and ours.settled and raws == notes.raws:
+        if ours is not None and first is not None and ours.settled and raws == first.raws:
             # To DirectWriter.finish, which knows what to make of it.
             return [Packed(name, places)]  # type: ignore[list-item]
         with collector_paused():
-            if ours is not None and known is not None and notes is None:
-                known.notes[_NOTES] = notes_of(plan, raws, ours.tensors())
+            if ours is not None and known is not None and first is None:
+                known.first_write = first_write_of(plan, raws, ours.tensors())
                 self._learn(known)
             return [
                 write_result(item, name, raw, place)
@@ -580,11 +588,15 @@ class DirectWriter(StorageWriter):
             ]
 
     def _add_items(
-        self, job: _C.WriteJob, plan: SavePlan, planner: StockSavePlanner, notes: Notes | None
+        self,
+        job: _C.WriteJob,
+        plan: SavePlan,
+        planner: StockSavePlanner,
+        first: FirstWrite | None,
     ) -> list[Raw]:
-        if notes is not None and isinstance(planner, SavePlanner):
+        if first is not None and isinstance(planner, SavePlanner):
             tensors = planner.tensors()
-            return add_known(job, planner, plan.items, tensors, notes, self._settle)
+            return add_known(job, planner, plan.items, tensors, first, self._settle)
         if type(planner) not in KNOWN_PLANNERS:
             self._settle()
         return [add(job, planner, item, self._settle) for item in plan.items]
@@ -627,6 +639,7 @@ class DirectWriter(StorageWriter):
             "_data_file": None,
             "_staging": None,
             "_claim": None,
+            "_plan": None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -634,33 +647,14 @@ class DirectWriter(StorageWriter):
 
 
 def _unpacked(
-    of_rank: Sequence[WriteResult | Packed], rank: int, before: Results | None
+    of_rank: Sequence[WriteResult | Packed], rank: int, before: Sequence[list[WriteResult]] | None
 ) -> Iterator[WriteResult]:
     for result in of_rank:
         if isinstance(result, Packed):
             assert before is not None  # or else the planner would not have called it settled
-            yield from unpack(result, before.results[rank])
+            yield from unpack(result, before[rank])
         else:
             yield result
-
-
-_NOTES = "DirectWriter"
-
-
-class Results:
-    """What all ranks wrote in the first save of a plan."""
-
-    def __init__(self, results: list[list[WriteResult]]) -> None:
-        self.results = results
-        self._template: Template | None = None
-
-    def template(self, metadata: PlannedMetadata) -> Template:
-        """For the ``.metadata`` of further saves; made when there is one."""
-        if self._template is None:
-            stock = Metadata(metadata.state_dict_metadata, metadata.planner_data)
-            stock.version = CURRENT_DCP_VERSION
-            self._template = Template(stock, self.results)
-        return self._template
 
 
 def _part_of(plan: SavePlan) -> Part | None:
