@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from _ranks import run_ranks
+from _staging import wait_given_back
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 
 import pyckpt
@@ -126,14 +126,10 @@ def test_where_a_save_fails(tmp_path: Path, where: str) -> None:
     planner = Planner(fails=where)
     stager = pyckpt.PinnedStager()
     writer = pyckpt.DirectWriter(tmp_path, sync_files=False, stager=stager)
-    others = {*threading.enumerate()}
     future = dcp.async_save(STATE, storage_writer=writer, planner=planner)
-    saving = {*threading.enumerate()} - others
     with pytest.raises(BaseException, match=where):
         future.result()
-    for thread in saving:
-        if "staging" not in thread.name:  # that of DCP, with which the pause ends
-            thread.join(60)
+    wait_given_back(writer)  # when DCP's thread ends, and with it the pause
     assert planner.seen[where] == (where not in PLANNED)
 
 

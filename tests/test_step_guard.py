@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import pyckpt
 from pyckpt import _C, guard
-from pyckpt.dcp.stager import Staging
+from pyckpt.dcp.staging import Staging
 
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.SGD, {"momentum": 0.9, "foreach": False}),

@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import logging
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -43,13 +42,9 @@ from pyckpt.dcp.known_planners import KNOWN_PLANNERS, planner_is_known
 from pyckpt.dcp.parts import Part, Skipped, host_name, refuse_mismatch
 from pyckpt.dcp.plans import GlobalPlan, KnownPlan, global_plan_of
 from pyckpt.dcp.save_planner import SavePlanner
-from pyckpt.dcp.stager import (
-    PinnedStager,
-    StagedStateDict,
-    Staging,
-    default_stager,
-    release_at_thread_end,
-)
+from pyckpt.dcp.shared import StagedStateDict
+from pyckpt.dcp.stager import PinnedStager, default_stager
+from pyckpt.dcp.staging import Staging
 from pyckpt.engine import Engine, abandoned, default_engine
 from pyckpt.errors import SaveError
 from pyckpt.format import commit
@@ -216,26 +211,31 @@ class DirectWriter(StorageWriter):
         self.staged = Future()
         self.written = Future()
         staging, copies = stager.begin(state_dict, direct=True)
-        if stager.when_busy == "error" and staging.busy is not None and not _has_company():
-            staging.release()
-            raise staging.busy
+        if not _has_company():
+            try:
+                staging.raise_refusal()
+            except BaseException:
+                staging.release()
+                raise
         self._staging = staging
         staging.staged.add_done_callback(partial(_pass_on, self.staged))
         # Nothing was written by then: the save failed before, or another process made it.
-        staging.on_release = self.written.cancel
+        staging.over.add_done_callback(partial(_cancel, self.written))
         return StagedStateDict(copies, staging)
 
     def synchronize_staging(self) -> None:
         """Wait for what an asynchronous save reads from where it is, because it found no room in
         the engine's memory, and which may change before the next step."""
-        if self._staging is not None and self._staging.streams_volatile:
-            self._staging.wait_released()
+        staging = self._staging
+        if staging is not None:
+            staging.wait_volatile()
 
     def wait_staged(self) -> None:
         """Make what the program does next wait until it may change the state; for programs that
         change parameters without ``optimizer.step()``. See ``PinnedStager.wait_staged``."""
-        if self._staging is not None:
-            self._staging.guard()
+        staging = self._staging
+        if staging is not None:  # nor is it to go in between, in the thread that saves
+            staging.guard()
 
     def close(self) -> None:
         """For DCP, which closes its stagers. There is nothing to close."""
@@ -258,16 +258,8 @@ class DirectWriter(StorageWriter):
 
     def _take_over(self) -> None:
         """In the first calls on the thread that saves."""
-        staging = self._staging
-        if staging is None:
-            return
-        if staging.released or staging.save_thread not in (None, threading.current_thread()):
-            # Of an asynchronous save before this one, which failed before it wrote, or is that of
-            # the process that this one was forked from.
-            staging.release()
+        if self._staging is not None and not self._staging.take_over():
             self._staging = None
-        else:
-            release_at_thread_end(staging)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._rank = kwargs.get("rank") or 0
@@ -285,9 +277,7 @@ class DirectWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         staging = self._staging
         if staging is not None:
-            staging.stager.raise_failure()
-            if staging.busy is not None and staging.stager.when_busy == "error":
-                raise staging.busy
+            staging.raise_refusal()
         commit.make_directory(self.path, sync=self.sync_files and self._commits)
         self._release_claims()
         if self._commits:
@@ -312,7 +302,7 @@ class DirectWriter(StorageWriter):
             inode=os.stat(self.path).st_ino,
             number=self._number,
             save_id=self._save_id,
-            has_room=staging is None or staging.busy is None,
+            has_room=staging is None or staging.has_room,
         )
         return _with_part(plan, part)
 
@@ -341,9 +331,8 @@ class DirectWriter(StorageWriter):
         # A planner may have kept the answer to another save.
         if plan.storage_data == Skipped(self._save_id):
             return True
-        staging = self._staging
-        if staging is not None and staging.busy is not None:
-            raise staging.busy  # nothing was copied, and the planner lost the coordinator's answer
+        if self._staging is not None:
+            self._staging.require_copies()  # the planner may have lost the coordinator's answer
         return False
 
     def write_data(
@@ -364,19 +353,22 @@ class DirectWriter(StorageWriter):
         except BaseException as error:
             if abandoned():
                 _logger.error("%s: this save was lost: the program ended before it", self.path)
-            if staging is not None:
-                staging.stager.keep_failure(error)
-                staging.shape.plan = None
-                self.written.set_exception(error)
+            self._end_staging(error)
             raise
-        else:
-            if staging is not None:
-                self.written.set_result(None)
-        finally:
-            if staging is not None:
-                staging.release()
-                self._staging = None
+        self._end_staging(None)
         return future
+
+    def _end_staging(self, error: BaseException | None) -> None:
+        """This rank has read its copies, or failed."""
+        staging, self._staging = self._staging, None
+        if staging is None:
+            return
+        if error is None:
+            self.written.set_result(None)
+        else:
+            staging.fail(error)
+            self.written.set_exception(error)
+        staging.release()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         if self._skips:
@@ -604,12 +596,12 @@ class DirectWriter(StorageWriter):
     def _learn(self, known: KnownPlan) -> None:
         """Stage no more, from the next save on, than what this rank writes."""
         if self._staging is not None and self._use_collectives and not self._alone:
-            self._staging.shape.plan = known
+            self._staging.learn(known)
 
     def _settle(self) -> None:
         """Wait until staged memory may be read."""
         if self._staging is not None:
-            self._staging.staged.result()
+            self._staging.settle()
 
     def _check_copies(self) -> None:
         """Raise where the copies turned out not to be the state at the call."""
@@ -676,6 +668,10 @@ def _pass_on(to: Future[None], done: Future[None]) -> None:
         to.set_result(None)
     else:
         to.set_exception(error)
+
+
+def _cancel(written: Future[None], over: Future[None]) -> None:
+    written.cancel()
 
 
 def _directory(path: str | os.PathLike[str]) -> Path:
