@@ -6,16 +6,14 @@ import dataclasses
 import errno
 import logging
 import os
-from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakSet
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
@@ -24,33 +22,17 @@ from torch.futures import Future as TorchFuture
 
 from pyckpt import _C
 from pyckpt.collector import collector_paused
+from pyckpt.dcp.commit import DataFile, Destination, describe
 from pyckpt.dcp.committed import refer_to_file
-from pyckpt.dcp.items import (
-    FirstWrite,
-    Packed,
-    Raw,
-    add,
-    add_known,
-    expected_size,
-    first_write_of,
-    places_of,
-    size_of_file,
-    unpack,
-    write_result,
-)
-from pyckpt.dcp.known_planners import KNOWN_PLANNERS, planner_is_known
+from pyckpt.dcp.known_planners import planner_is_known
 from pyckpt.dcp.parts import Part, Skipped, host_name, refuse_mismatch
-from pyckpt.dcp.plans import GlobalPlan, KnownPlan, global_plan_of
-from pyckpt.dcp.save_planner import SavePlanner
+from pyckpt.dcp.plans import GlobalPlan, global_plan_of
 from pyckpt.dcp.shared import StagedStateDict
 from pyckpt.dcp.stager import PinnedStager, default_stager
 from pyckpt.dcp.staging import Staging
+from pyckpt.dcp.writing import PlannedItems, WriteProgress, tell_fallback
 from pyckpt.engine import Engine, abandoned, default_engine
-from pyckpt.errors import SaveError
 from pyckpt.format import commit
-from pyckpt.format.claim import Claim, turn
-from pyckpt.format.metadata import encode
-from pyckpt.locks import fork_safe_lock
 from pyckpt.statistics import WriteStatistics
 from pyckpt.timeline import named
 
@@ -58,18 +40,9 @@ __all__ = ["DirectWriter"]
 
 _logger = logging.getLogger("pyckpt")
 
-# Commits of one process take turns: a commit and the sweep after it must see no half of another.
-_commit_lock = fork_safe_lock()
-# Data files of saves under way that other saves of this process, into the same directory, must not
-# sweep out. Ranks need no such thing, since their collectives keep their saves apart.
-_unfinished: set[Path] = set()
-# Claims of this process. Only the rank that commits hears how a save ended, and whoever keeps an
-# error keeps the writer that raised it: those of the others may last until the next save.
-_claims: WeakSet[Claim] = WeakSet()
 # Parts that a coordinator has seen. Planners keep plans, with what was in them, and may take one
 # for that of a later save: then the rank's word of that save is not to be had.
 _seen: WeakSet[Part] = WeakSet()
-_devices_told: set[int] = set()  # of which the log said that they do not do direct I/O
 
 
 class DirectWriter(StorageWriter):
@@ -130,9 +103,8 @@ class DirectWriter(StorageWriter):
         self._number = 0  # of the save, counting those that were called for
         self._is_counted = False
         self._parts: dict[int, Part] = {}  # of the ranks, as far as the coordinator knows
-        self._job: _C.WriteJob | None = None
-        self._data_file: Path | None = None
-        self._claim: Claim | None = None
+        self._progress = WriteProgress()
+        self._data_file: DataFile | None = None
         self._stager = stager
         self._staging: Staging | None = None
         self._skips = False
@@ -170,8 +142,7 @@ class DirectWriter(StorageWriter):
     def statistics(self) -> WriteStatistics | None:
         """Of this rank's part of the save that runs, or ran last; None before the first. May be
         read from any thread."""
-        job = self._job
-        return None if job is None else WriteStatistics.of(job.statistics())
+        return self._progress.statistics
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -247,7 +218,7 @@ class DirectWriter(StorageWriter):
         # Planners see tensors before they are given to this writer, and may do with them what they
         # like; but those that we know leave them alone.
         if self._staging is not None and not planner_is_known(self):
-            self._settle()
+            self._staging.settle()
         # A string: paths pickle under a name that differs between versions of Python.
         return StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
 
@@ -266,23 +237,27 @@ class DirectWriter(StorageWriter):
         self._use_collectives = kwargs.get("use_collectives", True)
         # DCP calls `reset` for some saves only, and a name must never come twice.
         self._save_id = commit.new_save_id()
-        self._forget_data_file()
+        if self._data_file is not None:
+            self._data_file.let_go()
         self._data_file = None
         self._alone = False
         self._is_coordinator = is_coordinator
         self._number += not self._is_counted
         self._is_counted = False
         self._parts = {}
+        self._plan = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         staging = self._staging
         if staging is not None:
             staging.raise_refusal()
-        commit.make_directory(self.path, sync=self.sync_files and self._commits)
-        self._release_claims()
-        if self._commits:
-            self._sweep_remains()
-        metadata = self.path / self._metadata_name()
+        destination = self._destination
+        commits = self._is_coordinator or not self._use_collectives
+        commit.make_directory(self.path, sync=self.sync_files and commits)
+        destination.release_claims()
+        if commits:
+            destination.sweep_remains(self._before_sweep)
+        metadata = self.path / destination.metadata_name
         if not self._use_collectives and (self.path / commit.metadata_name()).exists():
             _logger.warning(
                 "%s: a checkpoint that was saved with collectives is there, and DCP loads that one "
@@ -373,117 +348,33 @@ class DirectWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         if self._skips:
             return
-        plan = self._plan
-        if plan is not None and not plan.is_plan_of(metadata):
-            plan = None  # a planner made something else of it
+        destination, own = self._destination, self._data_file
         try:
             with collector_paused():
-                data, files = self._describe(metadata, results, plan)
-            with _commit_lock, self._turn(), named("commit", len(data)):
-                self._look_for_files(results)
-                self._commit(data, files)
-        finally:
-            self._forget_data_file()
-        if plan is not None:
-            refer_to_file(metadata, self.path / self._metadata_name())
-
-    def _describe(
-        self,
-        metadata: Metadata,
-        results: Sequence[Sequence[WriteResult | Packed]],
-        plan: GlobalPlan | None,
-    ) -> tuple[bytes, set[str]]:
-        """Complete the metadata; return the ``.metadata`` of the save, and its files' names."""
-        metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_meta = StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
-        if plan is not None and plan.results is not None:
-            # A rank that writes nothing says nothing.
-            packed = [of_rank[0] if of_rank else Packed("", b"") for of_rank in results]
-            ranks = [of_rank for of_rank in packed if isinstance(of_rank, Packed)]
-            if len(ranks) == len(packed):
-                data = plan.template().fill(
-                    str(self.path),
-                    self._save_id,
-                    [of_rank.name for of_rank in ranks],
-                    [of_rank.places for of_rank in ranks],
+                data, files = describe(
+                    metadata, results, self._plan, path=self.path, save_id=self._save_id
                 )
-                if data is not None:
-                    return data, {of_rank.name for of_rank in ranks} - {""}
-        before = None if plan is None else plan.results
-        full = [list(_unpacked(of_rank, rank, before)) for rank, of_rank in enumerate(results)]
-        if plan is not None:
-            plan.results = full
-        metadata.storage_data = {
-            result.index: result.storage_data for of_rank in full for result in of_rank
-        }
-        return encode(metadata), {info.relative_path for info in metadata.storage_data.values()}
-
-    def _release_claims(self) -> None:
-        here = os.path.realpath(self.path)
-        for claim in list(_claims):
-            if claim.path not in _unfinished and os.path.realpath(claim.path.parent) == here:
-                claim.release()
-
-    def _sweep_remains(self) -> None:
-        """Make room: remove what earlier saves that failed left, of all ranks, before any rank of
-        this save writes."""
-        with _commit_lock, self._turn():
-            self._before_sweep()
-            commit.begin_save(
-                self.path, self._unfinished_names(), sync=self.sync_files, rank=self._own_rank()
+            destination.commit(
+                data,
+                files,
+                check=lambda: destination.look_for_files(results, self._parts, own),
+                before_rename=self._before_commit,
             )
+        finally:
+            if own is not None:
+                own.let_go()
+        plan, self._plan = self._plan, None
+        if plan is not None and plan.is_plan_of(metadata):
+            refer_to_file(metadata, self.path / destination.metadata_name)
 
     @property
-    def _commits(self) -> bool:
-        return self._is_coordinator or not self._use_collectives
-
-    def _own_rank(self) -> int | None:
-        """The rank whose files this process may remove; None for all."""
-        return None if self._use_collectives else self._rank
-
-    def _unfinished_names(self) -> set[str]:
-        here = os.path.realpath(self.path)
-        others = tuple(_unfinished)
-        return {path.name for path in others if os.path.realpath(path.parent) == here}
-
-    def _look_for_files(self, results: Sequence[Sequence[WriteResult | Packed]]) -> None:
-        """Check that the files of all ranks are where this one sees them, before they count. No
-        cache says what is not so: nobody on this machine has looked for these names before."""
-        for rank, of_rank in enumerate(results):
-            named = size_of_file(of_rank)
-            if named is None:
-                continue
-            name, size = named
-            try:
-                found: int | None = os.stat(self.path / name).st_size
-            except FileNotFoundError:
-                found = None
-            if found is not None and found >= size:
-                continue
-            if self.path / name == self._data_file and found is None:
-                raise FileNotFoundError(
-                    errno.ENOENT, "removed before its save was committed", str(self._data_file)
-                )
-            part = self._parts.get(rank)
-            where = "" if part is None else f" ({part.host}), into {part.path}"
-            raise SaveError(
-                f"rank {rank} wrote {size} bytes to {name}{where}; "
-                f"rank {self._rank} ({host_name()}), which commits, "
-                f"{'does not see that file' if found is None else f'sees {found} bytes of it'} "
-                f"in {self.path}. All ranks must save into one directory, on a file system that "
-                "they share; nothing was committed"
-            )
-
-    def _commit(self, data: bytes, files: set[str]) -> None:
-        name = self._metadata_name()
-        commit.commit_metadata(
-            self.path, name, data, sync=self.sync_files, before_rename=self._before_commit
-        )
-        commit.remove_unnamed(
-            self.path,
-            files | self._unfinished_names(),
-            committed=name,
-            rank=self._own_rank(),
+    def _destination(self) -> Destination:
+        return Destination(
+            path=self.path,
+            rank=self._rank,
+            each_commits=not self._use_collectives,
+            sync=self.sync_files,
+            is_fenced=self._is_fenced,
         )
 
     def _before_commit(self) -> None:
@@ -498,7 +389,8 @@ class DirectWriter(StorageWriter):
 
     def close_save(self) -> None:
         """Let go of what the save held. Where its thread ends and the writer goes, that does it."""
-        self._forget_data_file()
+        if self._data_file is not None:
+            self._data_file.let_go()
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.release()
@@ -509,117 +401,54 @@ class DirectWriter(StorageWriter):
         commits."""
         return {commit.data_file_name(rank, part.save_id) for rank, part in self._parts.items()}
 
-    def _turn(self, *, shared: bool = False) -> AbstractContextManager[None]:
-        # Where each rank commits for itself, none removes what is not its own.
-        alone = self._is_fenced or not self._use_collectives
-        return nullcontext() if alone else turn(self.path, shared=shared)
-
-    def _forget_data_file(self) -> None:
-        claim, self._claim = self._claim, None
-        if claim is not None:
-            claim.release()
-        if self._data_file is not None:
-            _unfinished.discard(self._data_file)
-
-    def _metadata_name(self) -> str:
-        return commit.metadata_name(None if self._use_collectives else self._rank)
-
     def _write(self, plan: SavePlan, planner: StockSavePlanner) -> list[WriteResult]:
         if not plan.items:
             self._check_copies()  # nothing of them is written, but this rank's save has failed
             return []
-        engine = default_engine() if self._engine is None else self._engine
         name = commit.data_file_name(self._rank, self._save_id)
-        self._data_file = self.path / name
-        if self._alone:
-            _unfinished.add(self._data_file)
+        self._data_file = file = DataFile(self.path / name, shared=not self._alone)
+        self._progress.items = plan.items
+        items = PlannedItems(plan, planner, self._staging)
         try:
-            # Not of a class made from it, which may resolve items to something else.
-            ours = planner if type(planner) is SavePlanner else None
-            known = None if ours is None else ours.known
-            first = None if known is None else known.first_write
-            expected = expected_size(plan) if first is None else first.expected_size
-            with self._turn(shared=True):
-                self._job = job = _C.WriteJob(
-                    engine.native,
-                    os.fsencode(self._data_file),
-                    direct=self.direct,
-                    sync=self.sync_files,
-                    preallocate=expected,
-                )
-                try:
-                    if not self._is_fenced:
-                        self._claim = Claim(self._data_file)
-                        _claims.add(self._claim)
-                except BaseException:
-                    job.abandon()
-                    raise
+            job = self._create(file, items.expected_size)
             try:
-                raws = self._add_items(job, plan, planner, first)
+                items.add_to(job)
                 places = job.finish()
                 self._check_copies()
             finally:
                 job.abandon()
         except BaseException:
-            self._forget_data_file()
+            file.let_go()
             # The job removes its file, unless it was through with it. The first error counts.
             with suppress(OSError):
-                self._data_file.unlink()
+                file.path.unlink()
             raise
-        self._tell_fallback(job)
-        if ours is not None and first is not None and ours.settled and raws == first.raws:
-            # To DirectWriter.finish, which knows what to make of it.
-            return [Packed(name, places)]  # type: ignore[list-item]
-        with collector_paused():
-            if ours is not None and known is not None and first is None:
-                known.first_write = first_write_of(plan, raws, ours.tensors())
-                self._learn(known)
-            return [
-                write_result(item, name, raw, place)
-                for item, raw, place in zip(plan.items, raws, places_of(places), strict=True)
-            ]
+        tell_fallback(self.path, job.statistics().fallback_reason)
+        return items.results(name, places, learn=self._use_collectives and not self._alone)
 
-    def _add_items(
-        self,
-        job: _C.WriteJob,
-        plan: SavePlan,
-        planner: StockSavePlanner,
-        first: FirstWrite | None,
-    ) -> list[Raw]:
-        if first is not None and isinstance(planner, SavePlanner):
-            tensors = planner.tensors()
-            return add_known(job, planner, plan.items, tensors, first, self._settle)
-        if type(planner) not in KNOWN_PLANNERS:
-            self._settle()
-        return [add(job, planner, item, self._settle) for item in plan.items]
-
-    def _learn(self, known: KnownPlan) -> None:
-        """Stage no more, from the next save on, than what this rank writes."""
-        if self._staging is not None and self._use_collectives and not self._alone:
-            self._staging.learn(known)
-
-    def _settle(self) -> None:
-        """Wait until staged memory may be read."""
-        if self._staging is not None:
-            self._staging.settle()
+    def _create(self, file: DataFile, expected: int) -> _C.WriteJob:
+        """Make the file, with room for that many bytes, and claim it before others sweep."""
+        engine = default_engine() if self._engine is None else self._engine
+        with self._destination.turn(shared=True):
+            self._progress.job = job = _C.WriteJob(
+                engine.native,
+                os.fsencode(file.path),
+                direct=self.direct,
+                sync=self.sync_files,
+                preallocate=expected,
+            )
+            try:
+                if not self._is_fenced:
+                    file.claim()
+            except BaseException:
+                job.abandon()
+                raise
+        return job
 
     def _check_copies(self) -> None:
         """Raise where the copies turned out not to be the state at the call."""
         if self._staging is not None:
             self._staging.check()
-
-    def _tell_fallback(self, job: _C.WriteJob) -> None:
-        reason = job.statistics().fallback_reason
-        if not reason:
-            return
-        device = os.stat(self.path).st_dev
-        if device not in _devices_told:
-            _devices_told.add(device)
-            _logger.warning(
-                "%s: the file system refused direct I/O (%s); saves go through the page cache",
-                self.path,
-                reason,
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         # A writer crosses to DCP's background process as its settings.
@@ -627,26 +456,14 @@ class DirectWriter(StorageWriter):
         return {
             **self.__dict__,
             **futures,
-            "_job": None,
+            "_progress": WriteProgress(),
             "_data_file": None,
             "_staging": None,
-            "_claim": None,
             "_plan": None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, staged=Future(), written=Future())
-
-
-def _unpacked(
-    of_rank: Sequence[WriteResult | Packed], rank: int, before: Sequence[list[WriteResult]] | None
-) -> Iterator[WriteResult]:
-    for result in of_rank:
-        if isinstance(result, Packed):
-            assert before is not None  # or else the planner would not have called it settled
-            yield from unpack(result, before[rank])
-        else:
-            yield result
 
 
 def _part_of(plan: SavePlan) -> Part | None:

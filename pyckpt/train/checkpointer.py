@@ -297,8 +297,7 @@ class Checkpointer:
         """Make what the program does next wait until the state of the last save was copied. The
         steps of optimizers do so by themselves; call this before parameters are changed by other
         means, such as a CUDA graph that is replayed."""
-        if self._saver.handle is not None and self._saver.handle.writer is not None:
-            self._saver.handle.writer.wait_staged()
+        self._saver.wait_staged()
 
     @property
     def stop_requested(self) -> bool:

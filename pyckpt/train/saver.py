@@ -86,6 +86,7 @@ class Saver:
         self.failures = 0
         self.writing: set[int] = set()
         self.handle: SaveHandle | None = None
+        self._current: ReportingWriter | None = None  # that of the last save
 
     @property
     def busy(self) -> bool:
@@ -101,6 +102,11 @@ class Saver:
         """Wait until no save is under way."""
         if self.handle is not None:
             wait_for([self.handle.committed])
+
+    def wait_staged(self) -> None:
+        """Make what the program does next wait until it may change the state."""
+        if self._current is not None:
+            self._current.wait_staged()
 
     def close(self) -> None:
         """Let go of what staging takes, and of what failed saves left. Call it when no save is
@@ -203,7 +209,7 @@ class Saver:
         return tree
 
     def _writer(self, handle: SaveHandle, failure: Exception | None = None) -> ReportingWriter:
-        handle.writer = ReportingWriter(
+        self._current = writer = ReportingWriter(
             handle.path,
             number=self.started,
             fence=self._fence,
@@ -214,7 +220,8 @@ class Saver:
             stager=self._stager,
             engine=self._engine,
         )
-        return handle.writer
+        handle.follow(writer.progress)
+        return writer
 
     def _launch(
         self, handle: SaveHandle, done: Future[None], turn: threading.Lock, tree: dict[str, Any]
@@ -285,7 +292,7 @@ class Saver:
 
     def _written(self, handle: SaveHandle) -> None:
         handle.reached("staged")
-        handle.reached("written", None if handle.writer is None else handle.writer.statistics)
+        handle.reached("written", handle.statistics.write)
 
     def _end(self, number: int, handle: SaveHandle, done: Future[None]) -> None:
         """A save ended. Called by the thread that made it."""
@@ -300,9 +307,9 @@ class Saver:
                 self._failure = failure
             self.ended = number
         if failure is not None:
-            if self._ranks.rank == 0 and handle.writer is not None:
+            if self._ranks.rank == 0 and self._current is not None:
                 files = self._remains.setdefault(handle.path, set())
-                files |= handle.writer.files
+                files |= self._current.files
             self._stager.take_failure()  # which would make the next save fail: we tell of it here
             handle.fail(failure)
             return
