@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakSet
 
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -22,6 +21,7 @@ from pyckpt.format import commit
 from pyckpt.format.claim import Claim, turn
 from pyckpt.format.metadata import encode
 from pyckpt.locks import fork_safe_lock
+from pyckpt.private import CURRENT_DCP_VERSION
 from pyckpt.timeline import named
 
 __all__ = ["DataFile", "Destination", "Results", "describe"]

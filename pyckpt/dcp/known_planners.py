@@ -12,11 +12,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 
 from pyckpt.dcp.save_planner import SavePlanner
+from pyckpt.private import state_dict_saver
 
 __all__ = ["KNOWN_PLANNERS", "planner_is_known"]
 

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
@@ -30,6 +29,7 @@ from pyckpt.dcp.report import LoadReport
 from pyckpt.dcp.whole import decode_in_place
 from pyckpt.errors import CheckpointReplaced, LoadError
 from pyckpt.format.paths import paths
+from pyckpt.private import load_state_dict
 
 __all__ = ["load"]
 
@@ -161,7 +161,7 @@ def load(
         try:
             # Not dcp.load: it warns, at each call, that it does not use torch.distributed.
             with collector_paused():
-                _load_state_dict(
+                load_state_dict(
                     states,
                     storage_reader=shown,  # type: ignore[arg-type]
                     process_group=process_group,

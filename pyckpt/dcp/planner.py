@@ -15,9 +15,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
-from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -27,20 +24,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import (
-    _create_chunk_list,
-    create_read_items_for_chunk_list,
-)
 from torch.distributed.tensor import DTensor
 
 from pyckpt.dcp import objects
-from pyckpt.dcp.leaves import is_checkpointable, whole_size, with_attributes
+from pyckpt.dcp.leaves import is_checkpointable, is_sharded_tensor, whole_size, with_attributes
 from pyckpt.dcp.report import Conversion, LoadReport, Replacement, some
 from pyckpt.dcp.template import Growth, Slot, Template, is_empty, place
 from pyckpt.dcp.whole import KEYS
 from pyckpt.errors import CorruptCheckpoint, LoadError
 from pyckpt.format.paths import path_of, paths
 from pyckpt.locks import fork_safe_lock
+from pyckpt.private import (
+    create_chunk_list,
+    create_read_items_for_chunk_list,
+    narrow_tensor_by_index,
+)
 
 __all__ = ["LoadPlanner"]
 
@@ -141,9 +139,10 @@ class LoadPlanner(DefaultLoadPlanner):
         self.state_dict = self._template.values
         self.mappings = self._template.paths
         for name, value in self.state_dict.items():
-            if type(value) is ShardedTensor:
-                # Of FSDP1 in two dimensions; without local shards it comes back as nothing.
-                self.state_dict[name] = _flatten_sharded_tensors({name: value}).get(name, value)
+            if is_sharded_tensor(value):
+                from pyckpt.dcp import sharded_tensors
+
+                self.state_dict[name] = sharded_tensors.flattened(name, value)
         self._slots: dict[str, Slot] = dict(self._template.slots)
         self._growth: Growth | None = None
         # Created tensors that are not in the state yet, with the reads they wait for.
@@ -351,13 +350,13 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _local_chunks(self, tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
         if not isinstance(tensor, DTensor):
-            return list(_create_chunk_list(tensor))
+            return list(create_chunk_list(tensor))
         if tensor.device_mesh.get_coordinate() is None:
             return []  # this rank has no part of the tensor
         # Many tensors share few shapes, and DTensor takes long to compute its offsets.
         key = (tensor.shape, id(tensor.device_mesh), tensor.placements)
         if key not in self._chunks:
-            self._chunks[key] = list(_create_chunk_list(tensor))
+            self._chunks[key] = list(create_chunk_list(tensor))
         return self._chunks[key]
 
     # --- reading ------------------------------------------------------------------------------
@@ -426,7 +425,7 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
     # Whoever takes part in DCP's protocols for tensors that know their own chunks.
     return (
         hasattr(tensor, "__create_chunk_list__")
-        or isinstance(tensor, ShardedTensor)
+        or is_sharded_tensor(tensor)
         or is_checkpointable(tensor)
     )
 
@@ -436,16 +435,11 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 
 def _is_meta(name: str, tensor: torch.Tensor) -> bool:
-    if not isinstance(tensor, ShardedTensor):
+    if not is_sharded_tensor(tensor):
         return tensor.is_meta
-    # It does not say so itself.
-    if any(shard.tensor.is_meta for shard in tensor.local_shards()):
-        raise LoadError(
-            f"{name} is a ShardedTensor on the meta device, which has no memory to load into; give "
-            "its shards some first",
-            mismatched=(name,),
-        )
-    return False
+    from pyckpt.dcp import sharded_tensors
+
+    return sharded_tensors.is_meta(name, tensor)
 
 
 def _materialized(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

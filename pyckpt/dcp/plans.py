@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
@@ -23,6 +22,7 @@ from pyckpt.dcp.items import FirstWrite
 from pyckpt.dcp.leaves import is_memory, is_plain_type, local_tensor
 from pyckpt.format.template import Template
 from pyckpt.locks import fork_safe_lock
+from pyckpt.private import CURRENT_DCP_VERSION
 
 __all__ = [
     "GlobalPlan",

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
@@ -20,6 +19,7 @@ from pyckpt.dcp.reading import Load, save_id_of
 from pyckpt.engine import Engine, default_engine
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
+from pyckpt.private import ExtensionRegistry
 from pyckpt.statistics import ReadStatistics
 
 __all__ = ["DirectReader"]

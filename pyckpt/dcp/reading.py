@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -28,6 +26,7 @@ from pyckpt.format import metadata as metadata_format
 from pyckpt.format.files import check_regular
 from pyckpt.format.item import HEAD_BYTES, TAIL_BYTES, Locator, Payload, is_dense
 from pyckpt.format.metadata import StorageInfo
+from pyckpt.private import ExtensionRegistry, narrow_tensor_by_index
 
 __all__ = ["Load", "save_id_of"]
 

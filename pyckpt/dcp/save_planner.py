@@ -20,7 +20,6 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
 from pyckpt import _C
@@ -41,6 +40,7 @@ from pyckpt.dcp.plans import (
 from pyckpt.dcp.whole import Whole
 from pyckpt.errors import PyckptError
 from pyckpt.format import plain
+from pyckpt.private import find_tensor_shard, overrides
 from pyckpt.timeline import named
 
 __all__ = ["SavePlanner"]
@@ -191,6 +191,7 @@ class SavePlanner(DefaultSavePlanner):
         ]
         return sent, made.metadata()
 
+    @overrides(DefaultSavePlanner, so_that="replicas keep writing what they staged")
     def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
         """One writer for what several ranks have: the one it had, or else the one with least. A
         rank that goes by a plan may have staged nothing but its own part of it."""

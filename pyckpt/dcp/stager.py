@@ -19,6 +19,7 @@ from pyckpt.dcp.staging import CopyRecipe, Staging
 from pyckpt.engine import Engine, default_engine
 from pyckpt.errors import EngineClosed, StagerBusy
 from pyckpt.locks import fork_safe_lock
+from pyckpt.optim.wrappers import changes_outside_of_step
 from pyckpt.timeline import named
 
 __all__ = ["PinnedStager", "default_stager"]
@@ -274,7 +275,7 @@ class PinnedStager:
         return recipe, leaves
 
     def _guarded_storages(self) -> _C.StorageSet | None:
-        guarded = [o for o in self.optimizers if not _changes_outside_of_step(o)]
+        guarded = [o for o in self.optimizers if not changes_outside_of_step(o)]
         if not guarded:
             return None
         storages = _C.StorageSet()
@@ -339,15 +340,6 @@ class PinnedStager:
         # Another process has other optimizers, other memory, and nothing to stage.
         settings = self.when_busy, self.shared_memory, self.use_async_staging, self._engine
         return _stager_of, settings
-
-
-def _changes_outside_of_step(optimizer: Any) -> bool:
-    """Schedule-free optimizers change parameters in ``train`` and ``eval``, too, between which
-    programs save; those calls have no hooks."""
-    inner = getattr(optimizer, "optimizer", None)  # Accelerate gives any optimizer these methods
-    if isinstance(inner, torch.optim.Optimizer):
-        return _changes_outside_of_step(inner)
-    return callable(getattr(optimizer, "train", None))
 
 
 def _stager_of(

@@ -7,10 +7,10 @@ from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from pyckpt.dcp.failures import error_of, portable_errors
 from pyckpt.errors import LoadError
+from pyckpt.private import DistWrapper
 
 __all__ = ["together"]
 
@@ -32,7 +32,7 @@ def together(step: Callable[[], T], *, process_group: dist.ProcessGroup | None, 
             results.append(step())
 
     try:
-        _DistWrapper(process_group, True, 0).all_gather(doing, run)
+        DistWrapper(process_group, True, 0).all_gather(doing, run)
     except CheckpointException as error:
         failure = error
     else:

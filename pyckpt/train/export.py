@@ -35,7 +35,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from pyckpt import _C
 from pyckpt.dcp.reader import DirectReader
@@ -45,6 +44,7 @@ from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
 from pyckpt.format.paths import recorded_path
 from pyckpt.layouts import Layout
+from pyckpt.private import create_read_items_for_chunk_list
 from pyckpt.train.archive import torch_layout
 from pyckpt.train.catalog import reading
 from pyckpt.train.pieces import PIECE_BYTES, Stored, read_pieces, stored, verify
