@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,9 @@ ROOT = Path(pyckpt.__file__).parent
 
 
 def test_public_names() -> None:
+    assert {*dir(pyckpt)} >= {*pyckpt.__all__}
+    for name in pyckpt.__all__:
+        getattr(pyckpt, name)  # is imported here
     public = {
         name
         for name, value in vars(pyckpt).items()
@@ -28,6 +33,38 @@ def test_public_names() -> None:
     assert sorted(pyckpt.__all__) == pyckpt.__all__
     for name in pyckpt.__all__:
         assert getattr(pyckpt, name).__doc__
+
+
+def test_names_are_imported_when_they_are_asked_for() -> None:
+    """What they need takes ten times as long to import as all of pyckpt. Types are known before."""
+    homes = {**pyckpt._HOMES, **pyckpt._MODULES}
+    assert {*homes, "errors", "layouts"} == {*pyckpt.__all__}
+    module = ast.parse((ROOT / "__init__.py").read_text())
+    (typed,) = (
+        node
+        for node in module.body
+        if isinstance(node, ast.If) and "import" in ast.unparse(node)[:40]
+    )
+    known = {
+        alias.name: f"{node.module}.{alias.name}" if alias.name in pyckpt._MODULES else node.module
+        for node in typed.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert known == homes
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        pyckpt.nothing  # type: ignore[attr-defined]  # noqa: B018
+    script = (
+        "import sys, torch; before = {*sys.modules}; import pyckpt;"
+        "print(*({*sys.modules} - before), sep='\\n')"
+    )
+    imported = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert "pyckpt._C" in imported
+    assert not [
+        name for name in imported if name.startswith(("torch.distributed", "torch._dynamo"))
+    ]
 
 
 def test_changelog_has_the_version() -> None:
