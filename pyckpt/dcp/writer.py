@@ -269,7 +269,7 @@ class DirectWriter(StorageWriter):
                 errno.EEXIST, "a checkpoint is there already, and overwrite=False", str(metadata)
             )
         if staging is not None and not self._is_coordinator:
-            staging.end_planning()
+            staging.end_planning()  # it waits for the coordinator now
         part = Part(
             rank=self._rank,
             host=host_name(),
@@ -282,8 +282,6 @@ class DirectWriter(StorageWriter):
         return _with_part(plan, part)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        if self._staging is not None:
-            self._staging.end_planning()
         self._alone = len(plans) == 1
         parts = [_part_of(plan) for plan in plans]
         self._parts = {part.rank: part for part in parts if part is not None and part not in _seen}
@@ -316,7 +314,9 @@ class DirectWriter(StorageWriter):
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         staging = self._staging
         if staging is not None:
-            staging.end_planning()  # where it did not come by `prepare_global_plan`
+            # Not before: what DCP made for the global plan alone is gone by now, and the collector
+            # begins with a look at all that was made since its pause began.
+            staging.end_planning()
         try:
             if self._is_skipped(plan):
                 _logger.warning("%s: not saved, since earlier saves hold the memory", self.path)
