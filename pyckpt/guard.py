@@ -1,9 +1,10 @@
 """The step guard: nobody writes to memory that is still being copied, or gives it away.
 
-`torch.optim` calls global hooks before every step of every optimizer. Ours makes the step wait for
-the copies that need it: on a GPU the stream that steps waits, on a CPU the thread does. All
-optimizers wait, not only those that a stager was told of, since wrappers step others than they
-were given (ZeroRedundancyOptimizer, Accelerate), and a step that waits in vain costs nothing.
+`torch.optim` calls global hooks before every step of every optimizer. pyckpt has one, which calls
+all who asked `before_steps` for it. For copies of the state it makes the step wait: on a GPU the
+stream that steps waits, on a CPU the thread. The steps of all optimizers wait, and not only of
+those that a stager was told of: a wrapper may step another optimizer than the program has in hand
+(ZeroRedundancyOptimizer, Accelerate), and a step that waits in vain costs nothing.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def _hook_torch() -> None:
     """Have torch call all hooks; for good, since torch must not lose one while it goes through its
     own.
 
-    Dynamo does not look into the hook. Or else it would compile steps for what the hook finds at
-    that moment, again for each other thing that it finds, and give them up after a few.
+    Dynamo does not look into the hook. If it did, it would compile a step anew for everything else
+    that the hook finds, and give up after a few times.
     """
     # This imports dynamo, unless there has been an optimizer: making one imports it, too.
     hidden = torch.compiler.disable(_before_step)  # type: ignore[no-untyped-call]

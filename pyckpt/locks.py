@@ -20,8 +20,8 @@ _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def fork_safe_lock() -> threading.RLock:
-    """Make a `threading.RLock` that is free in a forked child, unless the thread that forks holds
-    it: then it does so there, too.
+    """Make a `threading.RLock` that is free in a forked child. If the thread that forks holds it,
+    that thread holds it in the child as well.
 
     Reentrant, since no other kind says who holds it; and because finalizers, which may run wherever
     the holder makes an object, then cannot wait for themselves.

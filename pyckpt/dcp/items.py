@@ -38,8 +38,8 @@ __all__ = [
     "write_result",
 ]
 
-# What the bytes around a tensor, and the gap before an aligned one, take at most (docs/format.md);
-# for the preallocation, where a little too much is given back at the end.
+# The most that the bytes around a tensor take, and the gap before an aligned one (docs/format.md).
+# For the preallocation: what is too much there is given back at the end.
 _ENVELOPE_BYTES_MAX = 2048
 _GAP_BYTES_MAX = _C.page_bytes
 _ALIGNED_PAYLOAD_MIN = _C.aligned_payload_min_bytes
@@ -154,8 +154,7 @@ def write_result(item: WriteItem, name: str, raw: Raw, place: Place) -> WriteRes
 
 
 class Packed(NamedTuple):
-    """In the place of a rank's write results: what differs from those of the first save of the same
-    plan."""
+    """Stands for a rank's write results: what differs from those of the first save of the plan."""
 
     name: str
     """Of the rank's file."""
@@ -238,8 +237,8 @@ def add_known(
 
 def _info(name: str, raw: Raw, place: Place) -> StorageInfo:
     if not raw.as_planned:
-        # A planner changed the tensor on its way and left the plan as it was. The item itself, like
-        # any that torch.save writes, tells readers what it is.
+        # A planner has changed the tensor after it was planned, and not the plan. So the metadata
+        # is wrong about it. Readers learn what it is from the item itself.
         return StorageInfo(name, place.offset, place.length)
     return storage_info(
         name,

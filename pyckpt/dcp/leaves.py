@@ -70,8 +70,9 @@ def is_sharded_tensor(value: object) -> bool:
 
 
 def plans_itself(value: object) -> bool:
-    """Whether DCP asks the value which parts of what it holds, where for others that follows from
-    the type and the shape. Not of types: any tensor may have such attributes."""
+    """Whether DCP asks the value itself which parts it holds. Of all others, DCP knows that from
+    their type and shape. A question to each value, and not to its type: any tensor may have such
+    attributes."""
     return hasattr(value, "__create_write_items__") or hasattr(value, "global_offsets")
 
 
@@ -166,13 +167,13 @@ class Leaves:
                 self._with_attributes.append(i)
 
     def sources(self, leaves: list[Any]) -> list[Any]:
-        """The leaves, with the memory of those that are made of others behind them."""
+        """The leaves, and behind them the tensors that wrapping leaves are made of."""
         if not self._wrapped:
             return leaves
         return leaves + [part for leaf in self._wrapped for part in leaf.parts(leaves[leaf.index])]
 
     def sources_wanted(self, leaves: list[Any], wanted: bytes) -> bytes:
-        """The same for a mask of leaves: which sources are wanted."""
+        """Which of the `sources` are wanted, by a mask of the leaves."""
         return wanted + b"".join(
             wanted[leaf.index : leaf.index + 1] * len(leaf.parts(leaves[leaf.index]))
             for leaf in self._wrapped

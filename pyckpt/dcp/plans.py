@@ -105,7 +105,7 @@ class StateShape(NamedTuple):
     positions: dict[str, int]
     """The position of each key's leaf."""
     is_coordinator: bool
-    """The coordinator writes more: what only one rank has to write."""
+    """Whether this rank coordinates: then it also writes what only one rank has to write."""
 
     def match(self, state_dict: dict[str, Any], is_coordinator: bool) -> list[Any] | None:
         """The leaves of a state dict of this shape; None where it has another shape."""

@@ -38,21 +38,20 @@ class DirectReader(StorageReader):
 
     Args:
         path: directory of the checkpoint.
-        verify: ``"items"`` checks each item that is read whole against its CRC-32; items read in
-            part cannot be, and are listed in ``unverified``. ``"none"`` checks nothing.
+        verify: ``"items"`` checks each item that is read whole against its CRC-32. Items that are
+            read in part cannot be checked; ``unverified`` lists them. ``"none"`` checks nothing.
         direct: as for ``DirectWriter``.
-        engine: the memory and threads to use; by default those that everyone shares.
-        _extension_registry: as for stock's ``FileSystemReader``, whose name for it this is: the
-            extensions of DCP that files may be transformed with (compressed, say); by default
-            those that DCP brings.
+        engine: the memory and threads to use; by default the engine that everyone shares.
+        _extension_registry: the extensions of DCP that files may be transformed with (compressed,
+            say); by default the ones that DCP brings. It has the name that stock's
+            ``FileSystemReader`` gives it.
 
     Raises:
         ValueError: an argument is none of those above.
 
     Loading raises, wrapped by DCP in ``CheckpointException`` (``pyckpt.load`` unwraps it):
-    ``CorruptCheckpoint`` for bytes that are not those that were saved, and for files that are
-    shorter or longer than the metadata says, before anything is loaded; ``OSError``;
-    ``UnsafeCheckpoint``.
+    ``CorruptCheckpoint`` where bytes differ from what was saved, and, before anything is loaded,
+    where a file is shorter or longer than the metadata says; ``OSError``; ``UnsafeCheckpoint``.
     """
 
     def __init__(
@@ -86,17 +85,18 @@ class DirectReader(StorageReader):
 
     @property
     def load_id(self) -> str:
-        """What DCP calls this load by; another after each ``reset``."""
+        """DCP's name of this load. Each ``reset`` makes another."""
         return self._load_id
 
     @property
     def statistics(self) -> ReadStatistics:
-        """Of this rank's part of the load that runs, or ran last. May be read from any thread."""
+        """Of this rank's part of the load that is under way, or else of the last one. May be read
+        from any thread."""
         return ReadStatistics.of([] if self._load is None else self._load.jobs)
 
     @property
     def unverified(self) -> list[str]:
-        """Keys of what the last load read without being able to check it, sorted."""
+        """Keys of what the last load read and could not check, sorted."""
         return [] if self._load is None else sorted(self._load.unverified)
 
     @classmethod

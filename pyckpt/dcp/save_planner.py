@@ -60,16 +60,18 @@ class SavePlanner(DefaultSavePlanner):
         writer = pyckpt.DirectWriter(path)
         dcp.async_save(state_dict, storage_writer=writer, planner=pyckpt.SavePlanner())
 
-    The first save of a state dict plans as stock does, with the same outcome. Later ones, as long
-    as keys, shapes, dtypes and placements stay, spend no Python on single tensors and send no
-    descriptions between ranks. Anything that changes on any rank is noticed and planned anew on
-    all. What a replica's writer was stays its writer, so that other ranks need not stage it.
+    The first save of a state dict plans as stock does, with the same outcome. Later saves spend no
+    Python on single tensors, and send no descriptions between ranks, as long as keys, shapes,
+    dtypes and placements stay. When any of them changes on any rank, the planner notices, and all
+    ranks plan anew. The rank that wrote a replica goes on to write it, so that other ranks need
+    not copy theirs.
 
-    Plans are remembered by the process, so that a new instance may be made for each save. Works
-    with any writer; with `DirectWriter` what is written of the plan, ``.metadata``, is remembered,
-    too. A state dict is planned at each save where it has tensors that are more than their memory,
-    such as ``ShardedTensor``, or that say themselves which parts they hold; and so is any by a
-    class that is made from this one.
+    The process remembers plans, so a program may make a new planner for each save. Any writer will
+    do; with `DirectWriter` the ``.metadata`` file of a plan is remembered, too.
+
+    A state dict is planned at each save if it has tensors that are more than their memory, such as
+    ``ShardedTensor``, or that say themselves which parts they hold. A class made from this one
+    plans at each save.
     """
 
     def __init__(self) -> None:
@@ -131,7 +133,7 @@ class SavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         known = self.known
         if known is not None:
-            # Until it has proved to be the coordinator's, too: see `finish_plan`.
+            # `finish_plan` remembers it again, once the coordinator has shown that it knows it.
             known_plans.forget(known.name)
             return SavePlan([], planner_data=Known(known.name, known.rank))
         with named("plan"):
@@ -193,8 +195,9 @@ class SavePlanner(DefaultSavePlanner):
 
     @overrides(DefaultSavePlanner, so_that="replicas keep writing what they staged")
     def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
-        """One writer for what several ranks have: the one it had, or else the one with least. A
-        rank that goes by a plan may have staged nothing but its own part of it."""
+        """Choose one rank to write what several have: the rank that wrote it before, or else the
+        one with the least to write. A rank that goes by a known plan may have staged its own part
+        of that and nothing else."""
         holders: dict[MetadataIndex, list[int]] = defaultdict(list)
         sizes: dict[MetadataIndex, int] = {}
         for rank, plan in enumerate(all_plans):

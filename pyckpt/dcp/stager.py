@@ -42,33 +42,40 @@ class PinnedStager:
         stager = pyckpt.PinnedStager(optimizers=[optimizer])
         dcp.async_save(state_dict, storage_writer=other_writer, async_stager=stager)
 
-    What is saved is the state at the call. Parameters and state of the given optimizers may be
-    copied after the call returned, until the next step of any optimizer, which waits for the rest:
-    on a GPU its stream waits, on a CPU its thread. Everything else (buffers, counters, other
-    tensors, objects) is copied at the call: on a GPU the current stream waits for the copies, not
-    the thread; on a CPU the call does. Programs that change parameters by other means than
-    ``optimizer.step()``, a replayed CUDA graph included, call ``wait_staged`` first.
+    What is saved is the state at the call.
+
+    Parameters and state of the given optimizers may be copied after the call has returned. The next
+    step of any optimizer waits for what is left to copy: on a GPU its stream waits, on a CPU its
+    thread.
+
+    Everything else (buffers, counters, other tensors, objects) is copied at the call. On a GPU the
+    current stream waits for these copies, and not the thread; on a CPU the call waits.
+
+    A program that changes parameters by other means than ``optimizer.step()`` calls ``wait_staged``
+    first. Replaying a CUDA graph is such a means.
 
     Args:
-        optimizers: those whose parameters and state nothing else changes in place. Of such as have
-            a ``train`` of their own, as schedule-free ones do, all is copied at the call: that
-            changes parameters, too.
-        when_busy: what a save with `DirectWriter` does whose state would fit the engine's memory,
-            were it not for saves that are still under way: ``"wait"`` for them, ``"skip"`` this
-            save (on all ranks; nothing is written, and a warning logged), or ``"error"``: fail with
-            ``StagerBusy``, on all ranks. With other writers, which take copies only, what finds no
-            room is copied to ordinary memory.
-        shared_memory: whether the copies lie in memory that other processes can map, for
-            ``async_checkpointer_type=PROCESS``: a few segments instead of a descriptor a tensor.
-        use_async_staging: as of stock's ``StagingOptions``: whether ``stage`` returns a future, so
-            that ``async_save`` returns an ``AsyncSaveResponse``; if not, it returns the copies once
-            they are whole, and ``async_save`` one future. Of no account to `DirectWriter`.
-        engine: the memory and threads to use; by default those that all share.
+        optimizers: the optimizers whose parameters and state are changed in place by their steps
+            alone. An optimizer that has a method ``train`` may be given, too; schedule-free ones
+            have it. That method changes parameters without a step, so all that belongs to such an
+            optimizer is copied at the call.
+        when_busy: what a save with `DirectWriter` does when earlier saves, still under way, hold
+            the memory that it needs. ``"wait"`` waits for them. ``"skip"`` writes nothing, on any
+            rank, and logs a warning. ``"error"`` fails with ``StagerBusy``, on all ranks. Other
+            writers take copies only: for them, what finds no room is copied to ordinary memory.
+        shared_memory: whether the copies lie in memory that other processes can map. With
+            ``async_checkpointer_type=PROCESS`` they then cross as a few segments; without, as one
+            descriptor a tensor.
+        use_async_staging: as in stock's ``StagingOptions``. If true, ``stage`` returns a future,
+            and so ``async_save`` returns an ``AsyncSaveResponse``. If false, ``stage`` waits for
+            the copies and returns them, and ``async_save`` returns one future. `DirectWriter` does
+            not look at this.
+        engine: the memory and threads to use; by default the engine that everyone shares.
 
     Raises:
         ValueError: ``when_busy`` is none of the three.
 
-    May be used by any number of saves, from any threads.
+    One stager serves any number of saves, from any threads.
     """
 
     def __init__(
@@ -100,11 +107,11 @@ class PinnedStager:
     should_synchronize_after_execute = False
 
     def stage(self, state_dict: dict[str, Any]) -> Any:  # as of the setting: a union helps nobody
-        """Copy a state dict. The future has the copy, of plain dicts and lists, once it is whole;
-        without ``use_async_staging`` this waits, and returns the copy.
+        """Copy a state dict. Returns a future, which has the copy, in plain dicts and lists, once
+        it is whole. Without ``use_async_staging`` it waits for the copy and returns that.
 
         Raises:
-            BaseException: what made an earlier save fail, once (see ``take_failure``).
+            BaseException: what made an earlier save fail. Raised once: see ``take_failure``.
         """
         self.raise_failure()
         staging, copies = self.begin(state_dict, direct=False)
@@ -138,13 +145,13 @@ class PinnedStager:
     # For the program.
 
     def prewarm(self, state_dict: dict[str, Any]) -> None:
-        """Take, and register with CUDA, the memory that saving such a state will need, and have
-        the GPUs of the state ready to copy, so that the first save does not. Copies nothing. May be
-        called on a thread of its own, beside the first steps.
+        """Take the memory that saving such a state will need, register it with CUDA, and make the
+        GPUs of the state ready to copy, so that the first save has not to. Copies nothing. May be
+        called on a thread of its own, while the first steps run.
 
         Raises:
-            OSError: the system has not that much memory.
-            CudaError: it could not be registered.
+            OSError: the system does not have that much memory.
+            CudaError: the memory could not be registered.
         """
         recipe, leaves = self._recipe_of(state_dict)
         sources = recipe.leaves.sources(leaves)
@@ -153,9 +160,10 @@ class PinnedStager:
         self.engine.native.prewarm(needed, shared=self.shared_memory, devices=sorted(devices))
 
     def wait_staged(self) -> None:
-        """Make what the program does next wait for all copies that need the state as it is: GPU
-        work on this thread's current streams, and the thread itself for state on the CPU. For
-        programs that change parameters without ``optimizer.step()``."""
+        """Make what the program does next wait for the copies that still need the state as it is:
+        GPU work on this thread's current streams waits for copies of GPU state, the thread itself
+        for those of CPU state. A program that changes parameters without ``optimizer.step()`` calls
+        this first."""
         guard.look_for_capture()
         for staging in self._under_way():
             staging.guard()
@@ -167,8 +175,8 @@ class PinnedStager:
         yield
 
     def take_failure(self) -> BaseException | None:
-        """What made an earlier save on this rank fail, if the next one has not raised it yet; the
-        next one will not."""
+        """Return what made an earlier save on this rank fail, so that the next save does not raise
+        it. None where no save failed, or the next one has raised it already."""
         with self._lock:
             failure, self._failure = self._failure, None
         return failure

@@ -40,8 +40,8 @@ __all__ = ["DirectWriter"]
 
 _logger = logging.getLogger("pyckpt")
 
-# Parts that a coordinator has seen. Planners keep plans, with what was in them, and may take one
-# for that of a later save: then the rank's word of that save is not to be had.
+# Parts that a coordinator has seen. A planner may keep a plan, with the part in it, and hand it in
+# again at a later save: that part says nothing of the later save.
 _seen: WeakSet[Part] = WeakSet()
 
 
@@ -58,20 +58,21 @@ class DirectWriter(StorageWriter):
     committed. Each rank writes one file; all bytes are checksummed.
 
     Args:
-        path: directory of the checkpoint; it and those above it are made where missing. May be left
-            out where ``checkpoint_id`` is given to ``dcp.save``.
-        overwrite: whether a checkpoint in the directory may be replaced; if not, saving raises
-            ``FileExistsError``.
-        sync_files: wait until everything is durable (fsync) before a save counts as done. Without,
-            a power failure may leave a checkpoint that looks complete and is not.
-        direct: ``"auto"`` bypasses the page cache where the file system can and says so in the log
-            where it cannot; ``"require"`` raises ``OSError`` there; ``"off"`` never bypasses it.
-        stager: what asynchronous saves copy the state with; by default one that knows of no
+        path: directory of the checkpoint. A save makes it, and directories above it, where they are
+            missing. May be left out if ``checkpoint_id`` is given to ``dcp.save``.
+        overwrite: whether a save may replace a checkpoint that is in the directory. If not, such a
+            save raises ``FileExistsError``.
+        sync_files: whether a save counts as done only when everything is durable (fsync). If not, a
+            power failure may leave a checkpoint that looks complete and is not.
+        direct: whether writes bypass the page cache. ``"auto"``: on file systems that can; on
+            others the log says that they do not. ``"require"``: a save raises ``OSError`` on file
+            systems that cannot. ``"off"``: never.
+        stager: what copies the state for asynchronous saves. By default a stager that knows of no
             optimizers, so that all is copied before ``async_save`` returns.
-        engine: the memory and threads to use; by default those that all writers share.
+        engine: the memory and threads to use; by default the engine that all writers share.
 
     Raises:
-        ValueError: ``path`` is a URL, or ``direct`` none of the three.
+        ValueError: ``path`` is a URL, or ``direct`` is none of the three.
 
     Errors of a save are ``OSError`` with errno and path, wrapped by DCP in ``CheckpointException``.
     An instance may be reused, for one save at a time.
@@ -110,15 +111,15 @@ class DirectWriter(StorageWriter):
         self._skips = False
         self._plan: GlobalPlan | None = None  # of the save, on the rank that commits
         self.staged: Future[None] = Future()
-        """Of the last asynchronous save: done when the state was copied."""
+        """Of the last asynchronous save: done when the state is copied."""
         self.written: Future[None] = Future()
-        """The same: done when this rank's file is complete, and durable; cancelled where the save
-        failed before it came to that, and where another process made it. The future that DCP gives
-        is done when the checkpoint is committed."""
+        """Of the last asynchronous save: done when this rank's file is complete, and durable.
+        Cancelled if the save failed before this rank wrote, or if another process makes the save.
+        (The future that DCP returns is done when the checkpoint is committed.)"""
 
     _is_fenced = False
-    """Whether a class made from this one sees to it that no other process saves where it does, so
-    that nobody has to wait for one that hangs."""
+    """Whether a class made from this one keeps other processes from saving into the directory. Then
+    no save waits for another process's lock, which may hang."""
 
     @property
     def path(self) -> Path:
@@ -134,14 +135,14 @@ class DirectWriter(StorageWriter):
 
     @property
     def save_id(self) -> str:
-        """What DCP calls the last save by, or the one under way; it is in the name of each rank's
-        file."""
+        """DCP's name of the save that is under way, or else of the last one. Each rank's file has
+        the rank's own in its name."""
         return self._save_id
 
     @property
     def statistics(self) -> WriteStatistics | None:
-        """Of this rank's part of the save that runs, or ran last; None before the first. May be
-        read from any thread."""
+        """Of this rank's part of the save that is under way, or else of the last one; None before
+        the first. May be read from any thread."""
         return self._progress.statistics
 
     @classmethod
@@ -163,7 +164,7 @@ class DirectWriter(StorageWriter):
         return self._synchronize_after_execute
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Begin to copy a state; see `PinnedStager`. What is returned is for this writer alone: its
+        """Begin to copy a state; see `PinnedStager`. Only this writer may use what is returned: its
         memory fills while DCP plans.
 
         Raises:
@@ -173,7 +174,8 @@ class DirectWriter(StorageWriter):
         Ranks must not part ways: where there are several, these errors come from
         `prepare_local_plan`, so that they travel with DCP's collectives.
         """
-        # First of all: a rank that fails to begin this save is not to take the next one for it.
+        # First of all, so that a rank that fails to begin this save counts it, too. The next save
+        # has the same number on all ranks then.
         self._number += 1
         self._is_counted = True
         stager = default_stager(self._engine) if self._stager is None else self._stager
@@ -195,8 +197,8 @@ class DirectWriter(StorageWriter):
         return StagedStateDict(copies, staging)
 
     def synchronize_staging(self) -> None:
-        """Wait for what an asynchronous save reads from where it is, because it found no room in
-        the engine's memory, and which may change before the next step."""
+        """Wait for the save if it reads tensors from where they are, for want of room in the
+        engine's memory, and something else than an optimizer's step may change them."""
         staging = self._staging
         if staging is not None:
             staging.wait_volatile()
@@ -215,8 +217,8 @@ class DirectWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         self._take_over()
-        # Planners see tensors before they are given to this writer, and may do with them what they
-        # like; but those that we know leave them alone.
+        # A planner sees the tensors before this writer does, and may do anything with them. The
+        # planners that we know leave them alone.
         if self._staging is not None and not planner_is_known(self):
             self._staging.settle()
         # A string: paths pickle under a name that differs between versions of Python.
@@ -378,17 +380,19 @@ class DirectWriter(StorageWriter):
         )
 
     def _before_commit(self) -> None:
-        """Called by the rank that commits, right before its rename makes the save count, and while
-        no other commit of this process is under way. What it raises fails the save, on all ranks,
-        and leaves the checkpoint that was there. For classes made from this one."""
+        """For classes made from this one. Called on the rank that commits, right before the rename
+        that makes the save count, and while no other commit of this process is under way. What it
+        raises fails the save on all ranks; the checkpoint that was there stays."""
 
     def _before_sweep(self) -> None:
-        """The same, before it looks for what earlier saves left, and removes that."""
+        """For classes made from this one. Called on the rank that commits, before it removes what
+        earlier saves that failed have left. What it raises fails the save on all ranks."""
 
     # For those who make saves without DCP's `async_save`.
 
     def close_save(self) -> None:
-        """Let go of what the save held. Where its thread ends and the writer goes, that does it."""
+        """Let go of what the save held. Call it when the save is over, if the thread that saved
+        goes on. (DCP has a thread for each save: that lets go when it ends.)"""
         if self._data_file is not None:
             self._data_file.let_go()
         staging, self._staging = self._staging, None
@@ -403,7 +407,7 @@ class DirectWriter(StorageWriter):
 
     def _write(self, plan: SavePlan, planner: StockSavePlanner) -> list[WriteResult]:
         if not plan.items:
-            self._check_copies()  # nothing of them is written, but this rank's save has failed
+            self._check_copies()  # this rank writes none of them, and fails if they have failed
             return []
         name = commit.data_file_name(self._rank, self._save_id)
         self._data_file = file = DataFile(self.path / name, shared=not self._alone)
