@@ -11,25 +11,27 @@ from pyckpt._extension import check_extension
 check_extension()
 
 from pyckpt import errors, layouts, optim  # noqa: E402
-from pyckpt.dcp.everything import to_torch  # noqa: E402
 from pyckpt.dcp.load import load  # noqa: E402
 from pyckpt.dcp.planner import LoadPlanner  # noqa: E402
 from pyckpt.dcp.reader import DirectReader  # noqa: E402
 from pyckpt.dcp.report import Conversion, LoadReport, Replacement  # noqa: E402
 from pyckpt.dcp.save_planner import SavePlanner  # noqa: E402
 from pyckpt.dcp.stager import PinnedStager  # noqa: E402
+from pyckpt.dcp.to_torch import to_torch  # noqa: E402
 from pyckpt.dcp.writer import DirectWriter  # noqa: E402
 from pyckpt.engine import Engine, configure  # noqa: E402
 from pyckpt.statistics import ReadStatistics, WriteStatistics  # noqa: E402
-from pyckpt.train import merges  # noqa: E402
 from pyckpt.train.checkpointer import Checkpointer  # noqa: E402
 from pyckpt.train.handle import SaveHandle  # noqa: E402
-from pyckpt.train.metrics import MetricState  # noqa: E402
-from pyckpt.train.modules import Trainable  # noqa: E402
-from pyckpt.train.per_rank import PerRank  # noqa: E402
-from pyckpt.train.rng import RngState  # noqa: E402
+from pyckpt.train.state import merges  # noqa: E402
+from pyckpt.train.state.metrics import MetricState  # noqa: E402
+from pyckpt.train.state.modules import Trainable  # noqa: E402
+from pyckpt.train.state.per_rank import PerRank  # noqa: E402
+from pyckpt.train.state.rng import RngState  # noqa: E402
+from pyckpt.train.store.catalog import CheckpointInfo  # noqa: E402
 
 __all__ = [
+    "CheckpointInfo",
     "Checkpointer",
     "Conversion",
     "DirectReader",

@@ -599,7 +599,7 @@ def test_pruning_that_fails_does_not_fail_the_training(
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("pyckpt.train.retention.remove", refuse)
+    monkeypatch.setattr("pyckpt.train.store.retention.remove", refuse)
     with Checkpointer(tmp_path, keep_last=1) as checkpointer:
         checkpointer.save(1, run.state)
         checkpointer.save(2, run.state)

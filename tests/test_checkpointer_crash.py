@@ -16,8 +16,8 @@ from _ranks import Child, Pipe, run_child
 from _training import Run
 
 from pyckpt import Checkpointer
-from pyckpt.train.catalog import Catalog
-from pyckpt.train.retention import Retention, prune
+from pyckpt.train.store.catalog import Catalog
+from pyckpt.train.store.retention import Retention, prune
 
 KILLS = int(os.environ.get("PYCKPT_KILLS", "200"))
 REFERENCE_STEPS = 40 * KILLS

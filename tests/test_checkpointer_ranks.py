@@ -21,8 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 import pyckpt
 from pyckpt import Checkpointer
 from pyckpt.errors import CorruptCheckpoint, LoadError, SaveError
-from pyckpt.train import app_state, catalog
 from pyckpt.train.saver import Saver
+from pyckpt.train.state import app_state
+from pyckpt.train.store import catalog
 
 
 def steps_of(checkpointer: Checkpointer) -> list[int]:

@@ -22,7 +22,7 @@ from _training import Run
 import pyckpt
 from pyckpt import Checkpointer
 from pyckpt.errors import SaveError
-from pyckpt.train.signals import StopSignals
+from pyckpt.train.sync.signals import StopSignals
 
 JOB = Path(__file__).with_name("_signal_job.py")
 NEVER = 10**9

@@ -22,9 +22,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import pyckpt
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format import commit
-from pyckpt.train import export as export_module
-from pyckpt.train import pieces
-from pyckpt.train.export import _split, export
+from pyckpt.train.store import export as export_module
+from pyckpt.train.store import pieces
+from pyckpt.train.store.export import _split, export
 
 FORMATS = ("safetensors", "torch")
 

@@ -18,7 +18,7 @@ from pyckpt import Checkpointer
 from pyckpt.errors import Superseded
 from pyckpt.format import commit
 from pyckpt.format.flock import trying
-from pyckpt.train.fence import FOLDER, Fence
+from pyckpt.train.store.fence import FOLDER, Fence
 
 
 def state(value: float) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from test_export import FORMATS, model, save
 
 import pyckpt
 from pyckpt.layouts import Layout, MetaLlama, TorchtuneLlama
-from pyckpt.train.export import export
+from pyckpt.train.store.export import export
 
 DIM, HIDDEN, HEADS, KV_HEADS, LAYERS, VOCABULARY = 32, 48, 4, 2, 2, 50
 HEAD = DIM // HEADS

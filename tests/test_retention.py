@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyckpt
-from pyckpt.train.catalog import NOTE_KEY, REMOVED, Catalog, CheckpointInfo, note, reading
-from pyckpt.train.retention import Protected, Retention, prune, remove, surplus
+from pyckpt.train.store.catalog import NOTE_KEY, REMOVED, Catalog, CheckpointInfo, note, reading
+from pyckpt.train.store.retention import Protected, Retention, prune, remove, surplus
 
 
 def checkpoint(step: int, final: bool = False, **metrics: float) -> CheckpointInfo:

@@ -25,13 +25,14 @@ from pyckpt.collector import collector_paused
 from pyckpt.dcp.failures import Carried, error_of, portable, portable_errors
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.planner import Create, LoadPlanner
+from pyckpt.dcp.reader import DirectReader
 from pyckpt.dcp.renaming import Rename, moved, renamed
 from pyckpt.dcp.report import LoadReport
 from pyckpt.dcp.whole import decode_in_place
 from pyckpt.errors import CheckpointReplaced, LoadError
 from pyckpt.format.paths import paths
 
-__all__ = ["load"]
+__all__ = ["load", "load_all"]
 
 _ATTEMPTS = 5  # to load a checkpoint that another process keeps saving over
 
@@ -123,16 +124,12 @@ def load(
         CheckpointReplaced: the checkpoint was saved over while it was loaded, again and again.
     """
     if isinstance(state_dict, str | os.PathLike):
-        from pyckpt.dcp.everything import load_all
-
         if path is not None or reader is not None:
             raise TypeError("load takes a state, and then a path; or a path alone")
         return load_all(state_dict, allow=allow, device=device, verify=verify)
     if reader is None:
         if path is None:
             raise ValueError("load needs a path or a reader")
-        from pyckpt.dcp.reader import DirectReader
-
         reader = DirectReader(path, verify=verify)
     elif _unpickles(reader) and not trust_metadata:
         raise ValueError(
@@ -183,6 +180,22 @@ def load(
             state_dict[key] = value
     decode_in_place(state_dict)
     return _finish(planner.report, reader, time.perf_counter() - start)
+
+
+def load_all(
+    path: str | os.PathLike[str],
+    *,
+    allow: Sequence[Allowed] = (),
+    device: torch.device | str = "cpu",
+    verify: Literal["items", "none"] = "items",
+) -> dict[str, Any]:
+    """What was saved, in dicts and lists as it was then; each process loads for itself."""
+    reader = DirectReader(path, verify=verify)
+    metadata = reader.read_metadata()
+    names = dict.fromkeys(str(path[0]) for path in paths(metadata).values())
+    state: dict[str, Any] = dict.fromkeys(names)
+    load(state, reader=reader, allow=allow, device=device, no_dist=True)
+    return state
 
 
 def _is_replaced(failure: CheckpointException) -> bool:

@@ -23,23 +23,23 @@ from pyckpt.dcp.renaming import Rename
 from pyckpt.dcp.report import LoadReport
 from pyckpt.engine import Engine
 from pyckpt.locks import fork_safe_lock
-from pyckpt.train import export as exporting
 from pyckpt.train.advice import Advice
-from pyckpt.train.agreement import Agreement, Facts, GroupAgreement, LocalAgreement
 from pyckpt.train.arguments import directory_of, metrics_of, state_of, step_of
-from pyckpt.train.catalog import Catalog, CheckpointInfo, DirectoryEntry
-from pyckpt.train.envelopes import verify_envelopes
-from pyckpt.train.fence import Fence
 from pyckpt.train.handle import SaveHandle
-from pyckpt.train.pieces import verify
 from pyckpt.train.policy import Policy
-from pyckpt.train.ranks import Ranks
-from pyckpt.train.rehearsal import rehearse
 from pyckpt.train.restorer import LoadOptions, Restorer
-from pyckpt.train.retention import Best, Protected, Retention, prune
 from pyckpt.train.saver import Saver
-from pyckpt.train.signals import StopSignals
+from pyckpt.train.state.rehearsal import rehearse
 from pyckpt.train.statistics import CheckpointerStatistics, Stopwatch
+from pyckpt.train.store import export as exporting
+from pyckpt.train.store.catalog import Catalog, CheckpointInfo, DirectoryEntry
+from pyckpt.train.store.envelopes import verify_envelopes
+from pyckpt.train.store.fence import Fence
+from pyckpt.train.store.pieces import verify
+from pyckpt.train.store.retention import Best, Protected, Retention, prune
+from pyckpt.train.sync.agreement import Agreement, Facts, GroupAgreement, LocalAgreement
+from pyckpt.train.sync.ranks import Ranks
+from pyckpt.train.sync.signals import StopSignals
 
 __all__ = ["Checkpointer", "Protection"]
 

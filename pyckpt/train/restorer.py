@@ -19,11 +19,11 @@ from pyckpt.dcp.report import LoadReport
 from pyckpt.dcp.together import together
 from pyckpt.engine import Engine
 from pyckpt.errors import CorruptCheckpoint, LoadError
-from pyckpt.train.app_state import AppState
-from pyckpt.train.catalog import Catalog, CheckpointInfo, reading
-from pyckpt.train.pieces import verify
-from pyckpt.train.ranks import Ranks
-from pyckpt.train.transient import DELAYS, Failure, failure_of
+from pyckpt.train.state.app_state import AppState
+from pyckpt.train.store.catalog import Catalog, CheckpointInfo, reading
+from pyckpt.train.store.pieces import verify
+from pyckpt.train.store.transient import DELAYS, Failure, failure_of
+from pyckpt.train.sync.ranks import Ranks
 
 __all__ = ["LoadOptions", "Restorer"]
 

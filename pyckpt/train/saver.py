@@ -21,11 +21,11 @@ from pyckpt.engine import Engine
 from pyckpt.errors import PyckptError, SaveError
 from pyckpt.format import commit
 from pyckpt.locks import fork_safe_lock
-from pyckpt.train.app_state import AppState
-from pyckpt.train.catalog import NOTE_KEY, Catalog, note
-from pyckpt.train.fence import Fence
 from pyckpt.train.handle import ReportingWriter, SaveHandle
-from pyckpt.train.ranks import Ranks
+from pyckpt.train.state.app_state import AppState
+from pyckpt.train.store.catalog import NOTE_KEY, Catalog, note
+from pyckpt.train.store.fence import Fence
+from pyckpt.train.sync.ranks import Ranks
 
 __all__ = ["Saver"]
 

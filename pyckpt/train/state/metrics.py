@@ -19,8 +19,8 @@ from torch import nn
 
 from pyckpt.dcp.report import some
 from pyckpt.errors import LoadError
-from pyckpt.train.per_rank import RankState, Unfit
-from pyckpt.train.saved import Policy, Rank
+from pyckpt.train.state.per_rank import RankState, Unfit
+from pyckpt.train.state.saved import Policy, Rank
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

@@ -45,9 +45,9 @@ from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
 from pyckpt.format.paths import recorded_path
 from pyckpt.layouts import Layout
-from pyckpt.train.archive import torch_layout
-from pyckpt.train.catalog import reading
-from pyckpt.train.pieces import PIECE_BYTES, Stored, read_pieces, stored, verify
+from pyckpt.train.store.archive import torch_layout
+from pyckpt.train.store.catalog import reading
+from pyckpt.train.store.pieces import PIECE_BYTES, Stored, read_pieces, stored, verify
 
 __all__ = ["export"]
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from pyckpt.dcp.whole import Whole
 from pyckpt.errors import CorruptCheckpoint, LoadError
-from pyckpt.train import values
-from pyckpt.train.entry import Entry
-from pyckpt.train.saved import Path, Policy, Rank, Tree
+from pyckpt.train.state import values
+from pyckpt.train.state.entry import Entry
+from pyckpt.train.state.saved import Path, Policy, Rank, Tree
 
 __all__ = ["PerRank", "RankEntry", "RankState", "Unfit", "check_complete"]
 

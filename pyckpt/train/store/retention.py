@@ -24,7 +24,7 @@ from pyckpt.format import commit
 from pyckpt.format.flock import trying
 from pyckpt.locks import fork_safe_lock
 from pyckpt.train.arguments import whole
-from pyckpt.train.catalog import REMOVED, Catalog, CheckpointInfo
+from pyckpt.train.store.catalog import REMOVED, Catalog, CheckpointInfo
 
 __all__ = ["Protected", "Retention", "prune", "remove", "surplus"]
 

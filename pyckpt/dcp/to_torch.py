@@ -1,4 +1,4 @@
-"""All that a checkpoint holds, without a state to load it into."""
+"""All that a checkpoint holds, in one file."""
 
 from __future__ import annotations
 
@@ -6,32 +6,13 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 
-from pyckpt.dcp.load import load
+from pyckpt.dcp.load import load_all
 from pyckpt.dcp.objects import Allowed
-from pyckpt.dcp.reader import DirectReader
-from pyckpt.format.paths import paths
 
-__all__ = ["load_all", "to_torch"]
-
-
-def load_all(
-    path: str | os.PathLike[str],
-    *,
-    allow: Sequence[Allowed] = (),
-    device: torch.device | str = "cpu",
-    verify: Literal["items", "none"] = "items",
-) -> dict[str, Any]:
-    """What was saved, in dicts and lists as it was then; each process loads for itself."""
-    reader = DirectReader(path, verify=verify)
-    metadata = reader.read_metadata()
-    names = dict.fromkeys(str(path[0]) for path in paths(metadata).values())
-    state: dict[str, Any] = dict.fromkeys(names)
-    load(state, reader=reader, allow=allow, device=device, no_dist=True)
-    return state
+__all__ = ["to_torch"]
 
 
 def to_torch(

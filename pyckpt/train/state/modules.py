@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from pyckpt.dcp.leaves import whole_size
 from pyckpt.dcp.report import some
 from pyckpt.errors import LoadError
-from pyckpt.train import values
-from pyckpt.train.entry import Entry
-from pyckpt.train.saved import Path, Tree
+from pyckpt.train.state import values
+from pyckpt.train.state.entry import Entry
+from pyckpt.train.state.saved import Path, Tree
 
 __all__ = [
     "ModuleEntry",

@@ -32,8 +32,8 @@ from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
 from pyckpt.format.files import check_regular, open_regular, read_regular
 from pyckpt.format.flock import trying
-from pyckpt.train.fence import FOLDER
-from pyckpt.train.transient import Failure, failure_of, is_shortage, persist
+from pyckpt.train.store.fence import FOLDER
+from pyckpt.train.store.transient import Failure, failure_of, is_shortage, persist
 
 __all__ = [
     "NOTE_KEY",

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from pyckpt.errors import CorruptCheckpoint
-from pyckpt.train.per_rank import RankState
-from pyckpt.train.saved import Policy, Rank
+from pyckpt.train.state.per_rank import RankState
+from pyckpt.train.state.saved import Policy, Rank
 
 __all__ = ["RngState"]
 
