@@ -29,6 +29,7 @@ from pyckpt.train.state.modules import Trainable  # noqa: E402
 from pyckpt.train.state.per_rank import PerRank  # noqa: E402
 from pyckpt.train.state.rng import RngState  # noqa: E402
 from pyckpt.train.store.catalog import CheckpointInfo  # noqa: E402
+from pyckpt.train.store.export import export  # noqa: E402
 
 __all__ = [
     "CheckpointInfo",
@@ -51,6 +52,7 @@ __all__ = [
     "WriteStatistics",
     "configure",
     "errors",
+    "export",
     "layouts",
     "load",
     "merges",

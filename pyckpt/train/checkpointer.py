@@ -37,6 +37,7 @@ from pyckpt.train.store.envelopes import verify_envelopes
 from pyckpt.train.store.fence import Fence
 from pyckpt.train.store.pieces import verify
 from pyckpt.train.store.retention import Best, Protected, Retention, prune
+from pyckpt.train.store.tensors import RenameTensors
 from pyckpt.train.sync.agreement import Agreement, Facts, GroupAgreement, LocalAgreement
 from pyckpt.train.sync.ranks import Ranks
 from pyckpt.train.sync.signals import StopSignals
@@ -534,7 +535,7 @@ class Checkpointer:
         *,
         format: Literal["safetensors", "torch"] = "safetensors",
         key: str | None = "model",
-        rename: exporting.Rename | None = None,
+        rename: RenameTensors | None = None,
         dtype: torch.dtype | None = None,
         max_shard_size: int | str = "5GB",
         tied: Mapping[str, str] | None = None,
