@@ -190,7 +190,7 @@ def test_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ) as checkpointer:
         run.to(9, checkpointer)
         assert asked == [1, 2, 3, 4, 5, 7, 8, 9]
-        now = checkpointer._last_save
+        now = checkpointer._requests.saved_at
         monkeypatch.setattr("time.monotonic", lambda: now + 59)
         checkpointer.step(10, run.state)
         monkeypatch.setattr("time.monotonic", lambda: now + 60)
@@ -479,19 +479,19 @@ def test_going_back(tmp_path: Path) -> None:
     ) as checkpointer:
         run.to(8, checkpointer)
         checkpointer._saver.wait()
-        checkpointer._pruner.submit(int).result(60)
+        checkpointer._pruner.wait()
         assert [c.step for c in checkpointer.checkpoints()] == [4, 7, 8]
         assert checkpointer.restore(run.state, step=4) == 4
         with pytest.raises(ValueError, match="must be larger"):
             checkpointer.step(4, run.state)
         run.to(6, checkpointer, start=5)
         checkpointer._saver.wait()
-        checkpointer._pruner.submit(int).result(60)
+        checkpointer._pruner.wait()
         # 7 and 8 take nothing from 5 and 6, and stay until they are saved again.
         assert [c.step for c in checkpointer.checkpoints()] == [4, 5, 6, 7, 8]
         run.to(7, checkpointer, start=7)
         checkpointer._saver.wait()
-        checkpointer._pruner.submit(int).result(60)
+        checkpointer._pruner.wait()
         assert [c.step for c in checkpointer.checkpoints()] == [4, 6, 7, 8]
     assert resumed(tmp_path, step=7)[1].equals(run)
 
@@ -537,7 +537,7 @@ def test_keep_best_and_protect(tmp_path: Path) -> None:
         for step, loss in losses.items():
             checkpointer.save(step, run.state, metrics={"loss": loss})
         checkpointer._saver.wait()
-        checkpointer._pruner.submit(int).result(60)
+        checkpointer._pruner.wait()
         assert [c.step for c in checkpointer.checkpoints()] == [2, 3, 5]
         protection.release()
         protection.release()
@@ -599,7 +599,7 @@ def test_pruning_that_fails_does_not_fail_the_training(
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("pyckpt.train.store.retention.remove", refuse)
+    monkeypatch.setattr("pyckpt.train.store.pruner.remove", refuse)
     with Checkpointer(tmp_path, keep_last=1) as checkpointer:
         checkpointer.save(1, run.state)
         checkpointer.save(2, run.state)
@@ -710,7 +710,7 @@ def test_statistics_and_advice(tmp_path: Path) -> None:
         assert "failure" not in str(checkpointer.statistics)
         run.to(40, checkpointer)
         checkpointer._saver.wait()
-        checkpointer._pruner.submit(int).result(60)
+        checkpointer._pruner.wait()
         statistics = checkpointer.statistics
         advice = checkpointer.advice(mtbf_hours=24)
     assert (statistics.saves, statistics.pruned) == (4, 3)

@@ -17,7 +17,8 @@ from _training import Run
 
 from pyckpt import Checkpointer
 from pyckpt.train.store.catalog import Catalog
-from pyckpt.train.store.retention import Retention, prune
+from pyckpt.train.store.pruner import prune
+from pyckpt.train.store.retention import Retention
 
 KILLS = int(os.environ.get("PYCKPT_KILLS", "200"))
 REFERENCE_STEPS = 40 * KILLS

@@ -203,7 +203,7 @@ def _minutes_after_a_request(directory: Path) -> int:
         if dist.get_rank() == 1:
             checkpointer.request_save()
         step = _until_saved(checkpointer, run, 0)
-        checkpointer._last_save -= 3600.0
+        checkpointer._requests.saved_at -= 3600.0
         return _until_saved(checkpointer, run, step)
 
 

@@ -360,7 +360,7 @@ def test_a_handler_may_ask_for_a_save(tmp_path: Path) -> None:
 def _asks_in_a_handler(_pipe: Pipe, directory: Path) -> None:
     with Checkpointer(directory) as checkpointer:
         signal.signal(signal.SIGUSR1, lambda *_: checkpointer.request_save())
-        with checkpointer._lock:  # as any call of this thread may
+        with checkpointer._requests.lock:  # as any call of this thread may
             signal.raise_signal(signal.SIGUSR1)
         checkpointer.step(1, Run().state)
 

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 
 import pyckpt
 from pyckpt.train.store.catalog import NOTE_KEY, REMOVED, Catalog, CheckpointInfo, note, reading
-from pyckpt.train.store.retention import Protected, Retention, prune, remove, surplus
+from pyckpt.train.store.pruner import Protected, prune
+from pyckpt.train.store.removal import remove
+from pyckpt.train.store.retention import Retention, surplus
 
 
 def checkpoint(step: int, final: bool = False, **metrics: float) -> CheckpointInfo:

@@ -6,48 +6,39 @@ import logging
 import os
 import signal
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.renaming import Rename
 from pyckpt.dcp.report import LoadReport
 from pyckpt.engine import Engine
-from pyckpt.locks import fork_safe_lock
 from pyckpt.train.advice import Advice
-from pyckpt.train.arguments import directory_of, metrics_of, state_of, step_of
+from pyckpt.train.arguments import metrics_of, state_of, step_of, timeout_of
+from pyckpt.train.finder import Finder
 from pyckpt.train.handle import SaveHandle
 from pyckpt.train.policy import Policy
 from pyckpt.train.restorer import LoadOptions, Restorer
 from pyckpt.train.saver import Saver
-from pyckpt.train.state.rehearsal import rehearse
 from pyckpt.train.statistics import CheckpointerStatistics, Stopwatch
-from pyckpt.train.store import export as exporting
-from pyckpt.train.store.catalog import Catalog, CheckpointInfo, DirectoryEntry
-from pyckpt.train.store.envelopes import verify_envelopes
 from pyckpt.train.store.fence import Fence
-from pyckpt.train.store.pieces import verify
-from pyckpt.train.store.retention import Best, Protected, Retention, prune
-from pyckpt.train.store.tensors import RenameTensors
+from pyckpt.train.store.pruner import Protection, Pruner
+from pyckpt.train.store.retention import Best, Retention
 from pyckpt.train.sync.agreement import Agreement, Facts, GroupAgreement, LocalAgreement
 from pyckpt.train.sync.ranks import Ranks
+from pyckpt.train.sync.requests import Requests
 from pyckpt.train.sync.signals import StopSignals
 
-__all__ = ["Checkpointer", "Protection"]
+__all__ = ["Checkpointer"]
 
 _logger = logging.getLogger("pyckpt")
 
 
-class Checkpointer:
+class Checkpointer(Finder):
     """Saves a training run as it goes, keeps what is to be kept, and resumes it. ::
 
         with pyckpt.Checkpointer("runs/a", keep_last=3, every_steps=100,
@@ -115,56 +106,53 @@ class Checkpointer:
         when_busy: Literal["skip", "wait"] = "skip",
         process_group: dist.ProcessGroup | None = None,
         timeout: float | timedelta | None = None,
+        overwrite: bool = True,
+        direct: Literal["auto", "require", "off"] = "auto",
         engine: Engine | None = None,
     ) -> None:
-        if timeout is not None and not isinstance(timeout, timedelta):
-            timeout = timedelta(seconds=timeout)
-        if timeout is not None and timeout <= timedelta(0):
-            raise ValueError(f"{timeout = !s} must be more than 0 seconds, or None.")
         if when_busy not in ("skip", "wait"):
             raise ValueError(f"{when_busy = } must be 'skip' or 'wait'.")
+        super().__init__(directory, direct, engine)
+        wait_at_most = timeout_of(timeout)
         self._retention = Retention(keep_last, keep_every, keep_best)
         self._policy = Policy(every_steps, every_minutes, save_when)
         self._when_busy = when_busy
-        self._engine = engine
-        self.directory = directory_of(directory)
-        self._catalog = Catalog(self.directory, verify=self._verify)
+        self._overwrite = overwrite
         self._stopwatch = Stopwatch()
 
         # Of the training thread.
         self._step: int | None = None  # the last one that was told
         self._saved: SaveHandle | None = None  # the last save, of what was not restored over since
         self._calls = 0  # of `step`
-        self._served = 0  # of the requests to save
         self._stop_requested = False
         self._closed = False
         self._skipped = 0
         self._owed = False  # whether the last save that was due was left out
         self._last: tuple[int, Mapping[str, Any], Mapping[str, float]] | None = None  # if so
         self._restore_seconds = 0.0
-        self._restored: int | None = None
-
-        # Guarded by the lock, which a handler of a signal may find its own thread to hold.
-        self._lock = fork_safe_lock()
-        self._requests = 0
-        self._stops = 0
-        self._last_save = time.monotonic()
-        self._pruned = 0
-
-        self._protected = Protected()
-        self._passed: set[int] = set()  # steps newer than the one that training goes on from
 
         self._signals = StopSignals(on_signals)
-        if not (dist.is_available() and dist.is_initialized()):
-            # DCP tells, at each save, that it does without; so do we, in every docstring.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
-            self._ranks = Ranks(process_group, timeout)
-            self._fence = Fence(self.directory, taken=self._begin_to_save)
+            self._ranks = Ranks(process_group, wait_at_most)
+            self._fence = Fence(self.directory, taken=lambda: self._pruner.begun())
             self._saver = Saver(
-                self._catalog, self._ranks, self._fence, engine, on_commit=self._commit
+                self._catalog,
+                self._ranks,
+                self._fence,
+                direct=direct,
+                engine=engine,
+                on_commit=self._commit,
             )
-            self._restorer = Restorer(self._catalog, self._ranks, engine)
+            self._restorer = Restorer(self._catalog, self._ranks, direct=direct, engine=engine)
+            self._pruner = Pruner(
+                self._catalog,
+                self._retention,
+                allowed=self._fence.held,
+                busy=self._saver.writing,
+                distrusted=self._restorer.distrusted,
+            )
+            is_first = self._ranks.rank == 0
+            self._requests = Requests(self._signals, self._policy.due_after if is_first else None)
             self._agreement: Agreement = (
                 LocalAgreement(self._facts)
                 if self._ranks.talk is None
@@ -173,8 +161,7 @@ class Checkpointer:
         except BaseException:
             self._signals.close()
             raise
-        self._pruner = ThreadPoolExecutor(1, thread_name_prefix="pyckpt-prune")
-        if keep_last is None and (keep_every, keep_best) != (None, None) and self._ranks.rank == 0:
+        if keep_last is None and (keep_every, keep_best) != (None, None) and is_first:
             _logger.warning(
                 "keep_last=None keeps all checkpoints, whatever keep_every and keep_best say; pass "
                 "keep_last=1 to keep the newest and theirs"
@@ -224,7 +211,7 @@ class Checkpointer:
             self._step = step
             if self._owed:
                 self._last = (step, state, metrics)
-            requested = facts.requests > self._served
+            requested = facts.requests > self._requests.served
             due = self._policy.due_at(step)
             if not (stopping or requested or due):
                 return None
@@ -238,7 +225,7 @@ class Checkpointer:
                     self._tell_skipped(step)
                     self._owed, self._last = True, (step, state, metrics)
                 return None
-            self._served = facts.requests
+            self._requests.served = facts.requests
             handle = self._start(step, state, metrics, False)
             return handle
         finally:
@@ -286,13 +273,11 @@ class Checkpointer:
 
     def request_save(self) -> None:
         """Ask for a save at one of the next steps, on all ranks. Any rank and thread may."""
-        with self._lock:
-            self._ask()
+        self._requests.ask_save()
 
     def request_stop(self) -> None:
         """Do as a signal does. Any rank and thread may."""
-        with self._lock:
-            self._stops = 1
+        self._requests.ask_stop()
 
     def wait_staged(self) -> None:
         """Make what the program does next wait until the state of the last save was copied. The
@@ -307,28 +292,9 @@ class Checkpointer:
         only, in the same step on all ranks."""
         return self._stop_requested
 
-    def _ask(self) -> None:
-        # The count that all ranks know is the largest of theirs: to be new, this one must be larger
-        # than what was served for others.
-        self._requests = max(self._requests, self._served) + 1
-
     def _facts(self) -> Facts:
         """What this rank knows; called by the thread that talks to the others."""
-        with self._lock:
-            since = time.monotonic() - self._last_save
-            if (
-                self._ranks.rank == 0
-                and self._requests <= self._served
-                and self._policy.due_after(since)
-            ):
-                self._ask()
-            saved, failed = self._saver.counts()
-            return Facts(
-                stops=int(self._stops or self._signals.received),
-                requests=self._requests,
-                saved=saved,
-                failed=failed,
-            )
+        return self._requests.facts(*self._saver.counts())
 
     def _lost(self, error: BaseException) -> None:
         """Called by the thread that talks to the others, when it cannot any more."""
@@ -340,8 +306,7 @@ class Checkpointer:
         best = self._retention.keep_best
         if best is not None and best[0] not in (metrics or {}) and self._ranks.rank == 0:
             _logger.warning("step %d has no metric %r, and is not among the best", step, best[0])
-        with self._lock:
-            self._last_save = time.monotonic()
+        self._requests.saving()
         self._owed, self._last = False, None
         self._saved = self._saver.start(step, state, metrics or {}, final=final)
         return self._saved
@@ -349,11 +314,9 @@ class Checkpointer:
     def _commit(self, handle: SaveHandle) -> None:
         """Called by the thread that committed a save."""
         self._restorer.distrusted.discard(handle.step)
-        self._passed.discard(handle.step)
         self._stopwatch.committed(handle.seconds)
         if self._ranks.rank == 0:
-            with suppress(RuntimeError):  # the interpreter is ending; the next run prunes
-                self._pruner.submit(self._prune, handle.step)
+            self._pruner.committed(handle.step)
 
     def _tell_skipped(self, step: int) -> None:
         assert self._saver.handle is not None
@@ -366,30 +329,6 @@ class Checkpointer:
         )
 
     # --- finding and restoring --------------------------------------------------------------------
-
-    def checkpoints(self, *, verify: bool = False) -> list[CheckpointInfo]:
-        """The valid checkpoints, oldest first: complete, and all their files there and long enough.
-
-        Args:
-            verify: read all of them, and list only those whose checksums match.
-        """
-        return [
-            entry.checkpoint
-            for entry in self._catalog.entries(verify=verify)
-            if entry.checkpoint is not None
-        ]
-
-    def inspect(self, *, verify: bool = False) -> list[DirectoryEntry]:
-        """All that is in the directory, what each is, and why those that are not valid are not."""
-        return self._catalog.entries(verify=verify)
-
-    def latest(self) -> CheckpointInfo | None:
-        """The newest valid checkpoint that this rank sees.
-
-        Raises:
-            OSError: the directory, or what may be the newest, cannot be looked at.
-        """
-        return self._catalog.newest()
 
     def restore(
         self,
@@ -463,7 +402,6 @@ class Checkpointer:
         restored = self._restorer.restore(state, step, options, required=required)
         if restored is not None:
             self._restore_seconds = time.perf_counter() - start
-            self._restored = restored
             self._go_on_from(restored)
         self._stopwatch.pause()
         return restored
@@ -474,30 +412,7 @@ class Checkpointer:
         self._saved = None  # of a state that is no more
         self._owed, self._last = False, None
         if self._ranks.rank == 0:
-            self._passed = self._newer_than(step)
-
-    def _newer_than(self, step: int) -> set[int]:
-        try:
-            newer = [found for found in self._catalog.steps() if found > step]
-            return {found for found in newer if self._catalog.examine(found).checkpoint is not None}
-        except OSError as error:  # the other ranks are through
-            _logger.warning("cannot tell what is newer than step %d: %s", step, error)
-            return set()
-
-    def _begin_to_save(self) -> None:
-        """Called by the thread that saves, when no other job does any more. One may have, since
-        this one restored."""
-        if self._restored is None:
-            return
-        late = self._newer_than(self._restored) - self._passed - self._restorer.distrusted
-        for step in sorted(late):
-            _logger.warning(
-                "another job saved %s after this one had restored step %d; the next restore will "
-                "find it first, unless its step is saved again, or it is moved away",
-                self._catalog.path(step),
-                self._restored,
-            )
-        self._passed |= late
+            self._pruner.restored(step)
 
     @property
     def load_report(self) -> LoadReport | None:
@@ -510,108 +425,19 @@ class Checkpointer:
         """Keep the checkpoint of a step from being pruned, until ``release`` of what is returned,
         or the end of the ``with`` block that it is used in. Counts on rank 0. Of a checkpoint that
         is there after the call, nothing is removed."""
-        return Protection(self._protected, step_of(step))
-
-    def _prune(self, committed: int) -> None:
-        """Runs on rank 0, in a thread, after each commit; prunes take turns."""
-        removed = prune(
-            self._catalog,
-            self._retention,
-            committed=(committed,),
-            protected=self._protected,
-            distrusted={*self._restorer.distrusted, *self._passed},
-            busy=self._saver.writing,
-            allowed=self._fence.held,
-        )
-        with self._lock:
-            self._pruned += len(removed)
-
-    # --- export, statistics, advice ---------------------------------------------------------------
-
-    def export(
-        self,
-        path: str | os.PathLike[str],
-        step: int | None = None,
-        *,
-        format: Literal["safetensors", "torch"] = "safetensors",
-        key: str | None = "model",
-        rename: RenameTensors | None = None,
-        dtype: torch.dtype | None = None,
-        max_shard_size: int | str = "5GB",
-        tied: Mapping[str, str] | None = None,
-        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    ) -> list[Path]:
-        """Write the model of a checkpoint, in one piece, as files that other programs read.
-
-        Reads the checkpoint's files and needs neither the model nor other ranks: any rank may, and
-        so may a process that does nothing else. Streams, in some 100 MiB of memory, and checks the
-        bytes that it reads.
-
-        Args:
-            path: a directory; made where missing. Gets ``model.safetensors`` or
-                ``pytorch_model.bin``; or, where there are several files, these with numbers, and
-                the index that Hugging Face's loaders look for. An export of the same format that
-                was there before is replaced when all of the new one is written, so there must be
-                room for both.
-            step: the checkpoint; default the newest valid one.
-            format: "safetensors", or "torch" for ``torch.load``.
-            key: the name in the state of what to export. Its tensors are written under the names
-                that they have there. None exports all tensors, under their full names: for
-                checkpoints whose state is the model's own state dict.
-            rename: new names: a mapping of those that change, a function of a name (None leaves the
-                tensor out), or a layout of `pyckpt.layouts`, which may reorder values, too.
-            dtype: convert floating point tensors to this.
-            max_shard_size: of one file, in bytes or as "5GB" or "512MiB". A tensor is not split.
-            tied: names to leave out, each with the name that has the same values, such as
-                ``{"lm_head.weight": "embed.weight"}``. Format "torch" writes them as tensors that
-                share memory; "safetensors", which cannot, names them in the file's metadata, as its
-                ``save_model`` does. What is not named here is written in full. The names are the
-                new ones.
-            config: written as ``config.json`` beside the weights: a mapping, an object with
-                ``to_dict()`` as transformers' configurations are, or the path of such a file.
-
-        Returns:
-            The files written; the last makes them count: the index, or the only file of weights.
-
-        Raises:
-            FileNotFoundError: no such checkpoint, or none at all.
-            ValueError: an argument is out of range, there are no tensors under ``key``, what is
-                said to be tied is not, or safetensors lacks the dtype.
-            CorruptCheckpoint: bytes are not those that were saved.
-            OSError: a file cannot be read or written.
-        """
-        if step is None:
-            newest = self.latest()
-            if newest is None:
-                raise FileNotFoundError(2, "no valid checkpoint", str(self.directory))
-            source = newest.path
-        else:
-            source = self._catalog.path(step_of(step))
-        return exporting.export(
-            source,
-            path,
-            format=format,
-            key=key,
-            rename=rename,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            tied=tied,
-            config=config,
-            engine=self._engine,
-        )
+        return Protection(self._pruner.protected, step_of(step))
 
     @property
     def statistics(self) -> CheckpointerStatistics:
         """What saving costs this rank, as measured so far; printed, it ends with the advice for a
         failure a day."""
-        with self._lock:
-            return self._stopwatch.statistics(
-                saves=self._saver.started,
-                failed=self._saver.failures,
-                skipped=self._skipped,
-                pruned=self._pruned,
-                restore_seconds=self._restore_seconds,
-            )
+        return self._stopwatch.statistics(
+            saves=self._saver.started,
+            failed=self._saver.failures,
+            skipped=self._skipped,
+            pruned=self._pruner.removed,
+            restore_seconds=self._restore_seconds,
+        )
 
     def advice(self, mtbf_hours: float) -> Advice | None:
         """How often to save so that least time is lost, from what was measured on this rank.
@@ -627,11 +453,6 @@ class Checkpointer:
             ValueError: ``mtbf_hours`` is not positive.
         """
         return self.statistics.advice(mtbf_hours)
-
-    def _verify(self, path: Path, metadata: Any) -> None:
-        verify(path, metadata, engine=self._engine)
-        verify_envelopes(path, metadata)
-        rehearse(path, metadata)
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -657,7 +478,7 @@ class Checkpointer:
         try:
             self._saver.wait()
             self._saver.close()
-            self._pruner.shutdown()
+            self._pruner.close()
         finally:
             self._signals.close()
             self._agreement.close(wait=wait)
@@ -685,25 +506,3 @@ class Checkpointer:
             self._close(wait=False)
             if (failure := self._saver.untold()) is not None:
                 _logger.error("besides, a save failed: %s", failure)
-
-
-class Protection:
-    """Keeps a checkpoint from being pruned; see ``Checkpointer.protect``."""
-
-    def __init__(self, protected: Protected, step: int) -> None:
-        self._protected = protected
-        self._step = step
-        self._held = True
-        protected.add(step)
-
-    def release(self) -> None:
-        """Let go. Idempotent."""
-        if self._held:
-            self._held = False
-            self._protected.discard(self._step)
-
-    def __enter__(self) -> Protection:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from pyckpt.dcp.failures import error_of, said
+from pyckpt.dcp.save import save_tree
 from pyckpt.dcp.save_planner import SavePlanner
 from pyckpt.dcp.stager import PinnedStager
 from pyckpt.engine import Engine
@@ -25,6 +25,7 @@ from pyckpt.train.handle import ReportingWriter, SaveHandle
 from pyckpt.train.state.app_state import AppState
 from pyckpt.train.store.catalog import NOTE_KEY, Catalog, note
 from pyckpt.train.store.fence import Fence
+from pyckpt.train.store.pieces import Direct
 from pyckpt.train.sync.ranks import Ranks
 
 __all__ = ["Saver"]
@@ -45,6 +46,7 @@ class Saver:
         catalog: where they go.
         ranks: who saves together.
         fence: which job may save there.
+        direct: whether writing bypasses the page cache, as for `DirectWriter`.
         engine: the memory and threads to use; by default those that everyone shares.
         on_commit: called with each save that was committed, by the thread that committed it.
 
@@ -61,13 +63,15 @@ class Saver:
         catalog: Catalog,
         ranks: Ranks,
         fence: Fence,
-        engine: Engine | None,
         *,
+        direct: Direct,
+        engine: Engine | None,
         on_commit: Callable[[SaveHandle], None],
     ) -> None:
         self._catalog = catalog
         self._ranks = ranks
         self._fence = fence
+        self._direct: Direct = direct
         self._engine = engine
         self._on_commit = on_commit
         # Kept from save to save, for what they remember of the state.
@@ -212,6 +216,7 @@ class Saver:
             on_sweep=lambda: self._remove_remains(handle.path),
             arrive=self._ranks.arrive,
             stager=self._stager,
+            direct=self._direct,
             engine=self._engine,
         )
         return handle.writer
@@ -251,12 +256,12 @@ class Saver:
         try:
             with self._ranks.meetings(2):
                 self._ranks.arrive()
-                save(
+                save_tree(
                     tree,
-                    storage_writer=writer,
+                    writer=writer,
                     planner=self._planner,
                     process_group=self._ranks.work,
-                    no_dist=self._ranks.work is None,
+                    alone=self._ranks.work is None,
                 )
         except CheckpointException as error:
             failure = error
