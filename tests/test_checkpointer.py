@@ -177,6 +177,43 @@ def test_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.Monke
     assert steps_in(tmp_path) == [1, 2]
 
 
+def test_wait_waits_for_what_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    run = Run().to(1)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.wait()  # for nothing
+        handle = checkpointer.save(1, run.state)
+        assert gate.reached.wait(60)
+        threading.Timer(0, gate.open.set).start()
+        checkpointer.wait()
+        assert handle.committed.done()
+        checkpointer.save(2, run.state)
+        checkpointer.wait()
+    checkpointer.wait()
+    assert steps_in(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("by_call", [False, True])
+def test_a_step_that_is_there_is_replaced_or_refused_as_overwrite_says(
+    by_call: bool, tmp_path: Path
+) -> None:
+    with Checkpointer(tmp_path, overwrite=by_call) as checkpointer:
+        refuse = {"overwrite": False} if by_call else {}
+        checkpointer.save(1, {"x": 1}, **refuse).wait()
+        with pytest.raises(FileExistsError, match="overwrite"):
+            checkpointer.save(1, {"x": 2}, **refuse).wait()
+        with pytest.raises(FileExistsError, match="overwrite"):
+            checkpointer.wait()
+        state = {"x": 0}
+        assert checkpointer.restore(state) == 1
+        assert state == {"x": 1}
+        checkpointer.save(1, {"x": 3}, overwrite=True).wait()
+        assert checkpointer.restore(state) == 1
+        assert state == {"x": 3}
+        checkpointer.save(2, {"x": 4}, **refuse)
+    assert [one.step for one in Checkpointer(tmp_path).checkpoints(verify=True)] == [1, 2]
+
+
 def test_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
     asked = []
@@ -305,7 +342,14 @@ def test_a_failed_save_is_raised_once_by_the_next_call(
             checkpointer.step(3, run.state)
         assert info.value.errno == 28
         assert checkpointer.step(4, run.state) is not None
-        assert checkpointer.statistics.failed == 1
+        checkpointer.wait()
+        with full_disk.context() as patch:
+            patch.setattr(pyckpt.DirectWriter, "write_data", _no_space)
+            assert checkpointer.step(5, run.state) is not None
+            with pytest.raises(OSError, match="No space"):
+                checkpointer.wait()
+        checkpointer.wait()
+        assert checkpointer.statistics.failed == 2
     assert steps_in(tmp_path) == [1, 4]
 
 

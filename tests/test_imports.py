@@ -13,7 +13,7 @@ import pyckpt
 
 PACKAGE = Path(pyckpt.__file__).parent
 
-FLOOR = {"_C", "errors", "locks", "timeline", "collector"}
+FLOOR = {"_C", "collector", "errors", "locks", "printable", "timeline"}
 """What every room may use."""
 MAY_USE = {
     "": {"_extension", "dcp", "engine", "errors", "layouts", "optim", "statistics", "train"}
@@ -21,7 +21,8 @@ MAY_USE = {
     "_extension": {"_C", "_build"},
     "_build": set(),
     "_C": set(),
-    "errors": set(),
+    "errors": {"printable"},
+    "printable": set(),
     "locks": set(),
     "timeline": set(),
     "collector": {"locks"},

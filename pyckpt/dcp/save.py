@@ -5,14 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.storage import StorageWriter
 
-__all__ = ["save_tree"]
+from pyckpt.dcp.failures import error_of, portable_errors
+from pyckpt.errors import SaveError
+
+__all__ = ["save_tree", "save_with_dcp"]
 
 
-def save_tree(
+def save_with_dcp(
     tree: dict[str, Any],
     *,
     writer: StorageWriter,
@@ -37,3 +42,62 @@ def save_tree(
         no_dist=alone,
         planner=planner,
     )
+
+
+def save_tree(
+    tree: dict[str, Any],
+    *,
+    writer: StorageWriter,
+    planner: SavePlanner,
+    process_group: dist.ProcessGroup | None,
+    alone: bool,
+    doing: str,
+) -> None:
+    """`save_with_dcp`, with errors that can be caught.
+
+    Args:
+        doing: what to call the save in errors.
+
+    Raises:
+        OSError, PyckptError: the save failed, on some rank; see `error_of`.
+    """
+    try:
+        save_with_dcp(
+            tree,
+            writer=_HonestWriter(writer),  # type: ignore[arg-type]
+            planner=planner,
+            process_group=process_group,
+            alone=alone,
+        )
+    except CheckpointException as error:
+        failure = error
+    else:
+        return
+    # Out of the handler, so that DCP's rendering of the same errors is not shown with them.
+    raise error_of(failure, alone=alone, kind=SaveError, doing=doing)
+
+
+class _HonestWriter:
+    """A writer whose errors reach the other ranks as what they are."""
+
+    def __init__(self, writer: StorageWriter) -> None:
+        self._writer = writer
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        with portable_errors():
+            return self._writer.prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        with portable_errors():
+            return self._writer.prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        with portable_errors():
+            return self._writer.write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        with portable_errors():
+            self._writer.finish(metadata, results)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)

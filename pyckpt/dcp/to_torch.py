@@ -6,11 +6,13 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from pyckpt.dcp.load import load_all
 from pyckpt.dcp.objects import Allowed
+from pyckpt.engine import Engine
 
 __all__ = ["to_torch"]
 
@@ -20,6 +22,8 @@ def to_torch(
     file: str | os.PathLike[str],
     *,
     allow: Sequence[Allowed] = (),
+    direct: Literal["auto", "require", "off"] = "auto",
+    engine: Engine | None = None,
 ) -> None:
     """Write all that a checkpoint holds into one file, for ``torch.load``.
 
@@ -30,12 +34,14 @@ def to_torch(
         path: the checkpoint's directory.
         file: the file to write; one that is there is replaced.
         allow: see `pyckpt.load`.
+        direct: whether reading bypasses the page cache, as for `DirectReader`.
+        engine: the memory and threads to use; by default those that everyone shares.
 
     Raises:
         OSError: a file cannot be read or written.
         PyckptError: as `pyckpt.load`.
     """
-    state = load_all(path, allow=allow)
+    state = load_all(path, allow=allow, direct=direct, engine=engine)
     target = Path(file)
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
     try:

@@ -10,14 +10,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from pyckpt.dcp.failures import error_of, portable_errors
-from pyckpt.errors import LoadError
+from pyckpt.errors import LoadError, SaveError
 
 __all__ = ["together"]
 
 T = TypeVar("T")
 
 
-def together(step: Callable[[], T], *, process_group: dist.ProcessGroup | None, doing: str) -> T:
+def together(
+    step: Callable[[], T],
+    *,
+    process_group: dist.ProcessGroup | None,
+    doing: str,
+    kind: type[LoadError | SaveError] = LoadError,
+) -> T:
     """Take a step on each rank. Collective.
 
     Raises:
@@ -37,4 +43,4 @@ def together(step: Callable[[], T], *, process_group: dist.ProcessGroup | None, 
         failure = error
     else:
         return results[0]
-    raise error_of(failure, alone=False, kind=LoadError, doing=doing)
+    raise error_of(failure, alone=False, kind=kind, doing=doing)

@@ -51,10 +51,11 @@ class Checkpointer(Finder):
                 if checkpointer.stop_requested:
                     break
 
-    Each checkpoint is a directory ``step-00000100`` that stock ``dcp.load`` reads. With
-    `torch.distributed`, every rank makes a Checkpointer, and all ranks make the same calls of
-    ``restore``, ``step``, ``save`` and ``close``, in the same order and with the same steps; the
-    other methods are each rank's own. Without, it works the same.
+    Each checkpoint is a directory ``step-00000100`` that stock ``dcp.load`` reads.
+
+    Where `torch.distributed` is initialised, every rank makes a Checkpointer. All ranks make the
+    same calls of ``restore``, ``step``, ``save``, ``wait`` and ``close``, in the same order and
+    with the same steps. Each rank may call the other methods for itself.
 
     Args:
         directory: where the checkpoints are, or will be; ``~`` is expanded. On all ranks the same,
@@ -85,6 +86,12 @@ class Checkpointer(Finder):
             raise ``RanksLost``, which names it, and this Checkpointer saves and restores no more;
             the last checkpoint is still there. Give slow disks time: ranks wait for the one that
             writes last.
+        overwrite: whether saving a step replaces a checkpoint of that step, which can be loaded
+            until the new one is committed. If this is False, such a save fails with
+            ``FileExistsError`` on all ranks, and the checkpoint stays. Training that goes on from
+            an older checkpoint comes to the steps of newer ones again.
+        direct: whether saving, restoring, verifying and exporting bypass the page cache, as for
+            `DirectWriter`.
         engine: the memory and threads to use; by default those that everyone shares.
 
     Raises:
@@ -226,7 +233,7 @@ class Checkpointer(Finder):
                     self._owed, self._last = True, (step, state, metrics)
                 return None
             self._requests.served = facts.requests
-            handle = self._start(step, state, metrics, False)
+            handle = self._start(step, state, metrics)
             return handle
         finally:
             blocked = None if handle is None else handle.statistics.blocked_seconds
@@ -239,11 +246,9 @@ class Checkpointer(Finder):
         *,
         metrics: Mapping[str, float] | None = None,
         final: bool = False,
+        overwrite: bool | None = None,
     ) -> SaveHandle:
         """Save now, in the background. Waits first for a save that is under way.
-
-        A checkpoint of that step that is there already stays until the new one is committed, and is
-        replaced then.
 
         Args:
             step: 0 or more.
@@ -253,6 +258,8 @@ class Checkpointer(Finder):
                 rank 0 count. A GPU tensor here makes the call wait for the GPU.
             final: whether this is a checkpoint for good: it is never pruned, and the call returns
                 when it is committed.
+            overwrite: whether a checkpoint of that step is replaced; by default what the
+                Checkpointer was given.
 
         Raises:
             OSError, PyckptError: an earlier save failed, or this one, if it is final.
@@ -264,12 +271,25 @@ class Checkpointer(Finder):
         self._saver.wait()
         self._saver.raise_failure()
         self._ranks.check()
-        handle = self._start(step, state, metrics, final)
+        handle = self._start(step, state, metrics, final=final, overwrite=overwrite)
         if final:
             self._saver.wait()
             self._saver.raise_failure()
         self._stopwatch.pause()
         return handle
+
+    def wait(self) -> None:
+        """Wait until no save is under way. All ranks call it.
+
+        It does not end the Checkpointer: training may go on, and save again.
+
+        Raises:
+            OSError, PyckptError: a save failed, and that was not raised before. The last checkpoint
+                that was committed is still there.
+        """
+        self._saver.wait()
+        self._stopwatch.pause()
+        self._saver.raise_failure()
 
     def request_save(self) -> None:
         """Ask for a save at one of the next steps, on all ranks. Any rank and thread may."""
@@ -301,14 +321,26 @@ class Checkpointer(Finder):
         self._ranks.lose(error, "agreeing on what to save")
 
     def _start(
-        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None, final: bool
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        *,
+        final: bool = False,
+        overwrite: bool | None = None,
     ) -> SaveHandle:
         best = self._retention.keep_best
-        if best is not None and best[0] not in (metrics or {}) and self._ranks.rank == 0:
+        if best is not None and best[0] not in metrics and self._ranks.rank == 0:
             _logger.warning("step %d has no metric %r, and is not among the best", step, best[0])
         self._requests.saving()
         self._owed, self._last = False, None
-        self._saved = self._saver.start(step, state, metrics or {}, final=final)
+        self._saved = self._saver.start(
+            step,
+            state,
+            metrics,
+            final=final,
+            overwrite=self._overwrite if overwrite is None else overwrite,
+        )
         return self._saved
 
     def _commit(self, handle: SaveHandle) -> None:
@@ -469,7 +501,7 @@ class Checkpointer(Finder):
         """
         if not self._closed:
             if self._last is not None and self._ranks.lost is None:
-                self._start(*self._last, final=False)
+                self._start(*self._last)
             self._close(wait=True)
             self._saver.raise_failure()
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pyckpt.dcp.failures import error_of, said
-from pyckpt.dcp.save import save_tree
+from pyckpt.dcp.save import save_with_dcp
 from pyckpt.dcp.save_planner import SavePlanner
 from pyckpt.dcp.stager import PinnedStager
 from pyckpt.engine import Engine
@@ -78,6 +78,7 @@ class Saver:
         self._planner = SavePlanner()
         self._stager = PinnedStager(engine=engine)
         self._thread = self._new_thread()
+        self._overwrite = True  # of the save that was started last
         # Directories of saves that failed, and the data files that they may have left there; kept
         # by the rank that commits.
         self._remains: dict[Path, set[str]] = {}
@@ -130,11 +131,18 @@ class Saver:
         return self._failure if self.failed > self._told else None
 
     def start(
-        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], *, final: bool
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        *,
+        final: bool,
+        overwrite: bool,
     ) -> SaveHandle:
         """Start to save. Waits for a save that is under way. Raises nothing but interrupts: the
         handle does."""
         self.wait()
+        self._overwrite = overwrite
         handle = SaveHandle(step, self._catalog.path(step))
         number = self.started + 1
         done: Future[None] = Future()
@@ -216,6 +224,7 @@ class Saver:
             on_sweep=lambda: self._remove_remains(handle.path),
             arrive=self._ranks.arrive,
             stager=self._stager,
+            overwrite=self._overwrite,
             direct=self._direct,
             engine=self._engine,
         )
@@ -256,7 +265,7 @@ class Saver:
         try:
             with self._ranks.meetings(2):
                 self._ranks.arrive()
-                save_tree(
+                save_with_dcp(
                     tree,
                     writer=writer,
                     planner=self._planner,

@@ -27,11 +27,12 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from pyckpt.dcp import objects
-from pyckpt.errors import CorruptCheckpoint, PyckptError, printable
+from pyckpt.errors import CorruptCheckpoint, PyckptError
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
 from pyckpt.format.files import check_regular, open_regular, read_regular
 from pyckpt.format.flock import trying
+from pyckpt.printable import printable
 from pyckpt.train.store.fence import FOLDER
 from pyckpt.train.store.transient import Failure, failure_of, is_shortage, persist
 
