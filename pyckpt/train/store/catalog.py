@@ -38,7 +38,6 @@ from pyckpt.train.store.transient import Failure, failure_of, is_shortage, persi
 
 __all__ = [
     "NOTE_KEY",
-    "REMOVED",
     "Catalog",
     "CheckpointInfo",
     "DirectoryEntry",
@@ -52,8 +51,6 @@ _logger = logging.getLogger("pyckpt")
 NOTE_KEY = "pyckpt.checkpoint"
 """The key, beside those of the state, under which a checkpoint says of itself what no tensor says:
 a string of JSON with its step, whether it is final, and the metrics that came with it."""
-
-REMOVED = commit.REMOVED
 
 _DIRECTORY = re.compile(r"step-(\d{8,})")
 _NAMES_SHOWN = 3
@@ -292,7 +289,7 @@ class Catalog:
             return DirectoryEntry(path, step, "foreign", str(gone))
         if commit.metadata_name() in names:
             return DirectoryEntry(path, step, "damaged", str(error))
-        if REMOVED in names:
+        if commit.REMOVED in names:
             return DirectoryEntry(path, step, "removed", "its removal was interrupted")
         if commit.lost_metadata(names):
             return DirectoryEntry(path, step, "damaged", commit.LOST_METADATA)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from pyckpt.format import commit
 from pyckpt.format.flock import trying
-from pyckpt.train.store.catalog import REMOVED
 
 __all__ = ["remove"]
 
@@ -54,10 +53,10 @@ def remove(
             # What comes into the directory from here on is of a save that goes on.
             names = os.listdir(folder)
         for name in names:
-            if name != REMOVED:
+            if name != commit.REMOVED:
                 _remove(name, folder)
         with suppress(FileNotFoundError):
-            os.unlink(REMOVED, dir_fd=folder)
+            os.unlink(commit.REMOVED, dir_fd=folder)
         try:
             os.rmdir(path.name, dir_fd=parent)
         except OSError as error:
@@ -96,7 +95,7 @@ def _invalidate(folder: int, path: Path, *, remains: bool) -> bool:
         with trying(descriptor) as mine:
             if remains or not mine:
                 return False
-            os.rename(name, REMOVED, src_dir_fd=folder, dst_dir_fd=folder)
+            os.rename(name, commit.REMOVED, src_dir_fd=folder, dst_dir_fd=folder)
             # Before any data goes: a power failure must not bring the metadata back without it.
             commit.sync_opened_directory(folder, path)
     finally:
