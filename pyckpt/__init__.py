@@ -1,9 +1,11 @@
 """pyckpt: checkpoints for PyTorch at the speed of the disk.
 
-`Checkpointer` saves, finds, keeps and restores the checkpoints of a training loop. Its parts stand
-alone: `DirectWriter`, `PinnedStager` and `SavePlanner` save wherever `torch.distributed.checkpoint`
-takes a writer, a stager and a planner; `load`, or `DirectReader` and `LoadPlanner`, load; `optim`
-brings optimizer state to where its optimizer wants it.
+`Checkpointer` saves, finds, keeps and restores the checkpoints of a training loop. `save` and
+`load` make and load one checkpoint; `export` and `to_torch` write one for other programs.
+
+Each part works alone. `DirectWriter`, `PinnedStager` and `SavePlanner` save, and `DirectReader` and
+`LoadPlanner` load, wherever `torch.distributed.checkpoint` takes a part of that kind. `optim` puts
+optimizer state where its optimizer wants it.
 """
 
 from pyckpt._extension import check_extension

@@ -12,7 +12,7 @@ __all__ = ["ReadStatistics", "WriteStatistics"]
 
 @dataclass(frozen=True)
 class WriteStatistics:
-    """What a rank's save did so far, or did.
+    """What a rank's save did, or what it did so far.
 
     The seconds of copying, checksumming and writing are summed over the engine's threads, so that
     together they may exceed ``seconds``, the time that passed.
@@ -21,7 +21,7 @@ class WriteStatistics:
     items: int = 0
     """Tensors and objects given to the engine."""
     bytes: int = 0
-    """Bytes of the rank's file, as far as it was laid out; its size, once the save is over."""
+    """Bytes of the rank's file that have their place in it; its size, once the save is over."""
     bytes_written: int = 0
     """Bytes that are on their way to, or on, the disk."""
     seconds: float = 0.0
@@ -38,7 +38,7 @@ class WriteStatistics:
     direct: bool = False
     """Whether the file was written past the page cache."""
     fallback_reason: str = ""
-    """Why it was not, where that was not asked for."""
+    """Why it was not, if ``direct`` did not ask for that; else empty."""
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -71,7 +71,7 @@ class WriteStatistics:
 
 @dataclass(frozen=True)
 class ReadStatistics:
-    """What a rank's load did so far, or did.
+    """What a rank's load did, or what it did so far.
 
     The seconds of reading, checksumming and copying are summed over the engine's threads, so that
     together they may exceed ``seconds``, the time that passed.
@@ -94,7 +94,7 @@ class ReadStatistics:
     direct: bool
     """Whether all files were read past the page cache."""
     fallback_reason: str
-    """Why not, where that was not asked for."""
+    """Why they were not, if ``direct`` did not ask for that; else empty."""
 
     @property
     def gigabytes_per_second(self) -> float:

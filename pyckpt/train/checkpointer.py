@@ -58,34 +58,34 @@ class Checkpointer(Finder):
     with the same steps. Each rank may call the other methods for itself.
 
     Args:
-        directory: where the checkpoints are, or will be; ``~`` is expanded. On all ranks the same,
-            on a file system that they share. One job at a time saves there: the one that began to
-            last. From then on, the saves of one that was there before fail, with
-            ``errors.Superseded``. Restoring, inspecting and exporting take nothing away from it.
-        keep_last: how many of the newest checkpoints to keep, those of ``final=True`` not counted.
-            None keeps all, whatever the other two say. 0 keeps the newest, to resume from, until a
-            final one is committed.
+        directory: where the checkpoints are, or will be; ``~`` is expanded. It is the same on all
+            ranks, on a file system that they share. Only the job that was last to begin to save may
+            save there: from then on, saves of an earlier job fail with ``errors.Superseded``. Jobs
+            that restore, inspect or export do not disturb it.
+        keep_last: how many of the newest checkpoints to keep, besides those saved with
+            ``final=True``. None keeps all, whatever the next two say. 0 keeps the newest, to resume
+            from, until a final one is committed.
         keep_every: with ``keep_last``, keep also those whose step is a multiple of this.
         keep_best: ``(metric, n, mode)``: with ``keep_last``, keep also the n with the smallest
             (mode "min") or largest ("max") value of a metric that was passed when they were saved.
-        every_steps: ``step`` saves when the step is a multiple of this.
-        every_minutes: ``step`` saves when this much time has gone by since the last save began, by
-            the clock of rank 0.
-        save_when: called with each step; ``step`` saves where it returns true. A function of the
-            step alone: every rank asks its own. See ``request_save`` for all else.
-        on_signals: signals, or one, such as "SIGTERM", that ask for a save and a stop; see
+        every_steps: ``step`` saves if the step is a multiple of this.
+        every_minutes: ``step`` saves if the last save began so many minutes ago, by the clock of
+            rank 0.
+        save_when: called with each step; ``step`` saves if it returns true. Each rank calls its
+            own, so it must depend on the step alone. For all else there is ``request_save``.
+        on_signals: a signal, or several, such as "SIGTERM", that ask for a save and a stop; see
             ``stop_requested``. Only the main thread can handle signals.
-        when_busy: what ``step`` does when a save is due and the one before it is not committed yet:
-            "skip" leaves the new one out (the log says so), so that training never waits for the
-            disk; "wait" waits. Where the last one that was due was left out, ``close`` saves what
-            the last ``step`` was given.
-        process_group: the ranks that train together, default all. Any backend: what the ranks have
-            to say to each other goes over gloo groups that are made here.
+        when_busy: what ``step`` does if a save is due and the one before it is not committed yet.
+            "skip" leaves the new one out, and the log says so: training never waits for the disk.
+            "wait" waits. If the last save that was due was left out, ``close`` saves what the last
+            ``step`` was given.
+        process_group: the ranks that train together, default all, with any backend. The ranks talk
+            over gloo groups that are made here.
         timeout: how long a rank may keep the others waiting, in a save or a restore, in seconds or
-            as a timedelta; default what torch has for gloo groups, half an hour. Then all of them
-            raise ``RanksLost``, which names it, and this Checkpointer saves and restores no more;
-            the last checkpoint is still there. Give slow disks time: ranks wait for the one that
-            writes last.
+            as a timedelta; by default half an hour, as torch has it for gloo groups. After that the
+            others raise ``RanksLost``, which names the rank, and this Checkpointer saves and
+            restores no more. The last checkpoint is still there. Ranks wait for the one that writes
+            last, so allow for slow disks.
         overwrite: whether saving a step replaces a checkpoint of that step, which can be loaded
             until the new one is committed. If this is False, such a save fails with
             ``FileExistsError`` on all ranks, and the checkpoint stays. Training that goes on from
@@ -179,23 +179,25 @@ class Checkpointer(Finder):
     def step(
         self, step: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None
     ) -> SaveHandle | None:
-        """Tell that a step of training is over; save if that is due. Call it after each step.
+        """Tell that a step of training is over, and save if a save is due. Call it after each step.
 
-        It is due by the policies that were given, by ``request_save``, and by a signal. Never waits
-        for the disk, unless ``when_busy="wait"``, or where training is asked to stop.
+        A save is due by ``every_steps``, ``every_minutes`` and ``save_when``, by ``request_save``,
+        and by a signal. The call waits for the disk only with ``when_busy="wait"``, and when
+        training is asked to stop.
 
         Args:
-            step: larger than in the call before, or, after a restore, than what was restored.
-            state: as for ``save``; looked at only if it is to be saved.
+            step: larger than in the call before. After a restore, larger than the step that was
+                restored.
+            state: as for ``save``. It is looked at only if a save is due.
             metrics: as for ``save``.
 
         Returns:
-            The save, or None where none was due.
+            The save, or None if none was due.
 
         Raises:
             OSError, PyckptError: an earlier save failed. The last checkpoint that was committed
-                is still there, and training may go on. What is due at this step was not saved: the
-                call may be repeated, on all ranks, to save it.
+                is still there, and training may go on. This call did not save what was due at this
+                step. To save it, all ranks repeat the call.
             TypeError: an argument is of the wrong type. Nothing was done, as for ``ValueError``.
             ValueError: the step is not larger.
         """
@@ -248,15 +250,15 @@ class Checkpointer(Finder):
         final: bool = False,
         overwrite: bool | None = None,
     ) -> SaveHandle:
-        """Save now, in the background. Waits first for a save that is under way.
+        """Save now, in the background. The call first waits for a save that is under way.
 
         Args:
             step: 0 or more.
             state: objects by name: modules, optimizers, whatever has ``state_dict`` and
                 ``load_state_dict``, tensors and plain values.
-            metrics: numbers to remember with it, for ``keep_best`` and ``checkpoints``. Those of
-                rank 0 count. A GPU tensor here makes the call wait for the GPU.
-            final: whether this is a checkpoint for good: it is never pruned, and the call returns
+            metrics: numbers to remember with the checkpoint, for ``keep_best`` and
+                ``checkpoints``. Those of rank 0 count. A GPU tensor makes the call wait for it.
+            final: whether to keep the checkpoint for good. It is never pruned, and the call returns
                 when it is committed.
             overwrite: whether a checkpoint of that step is replaced; by default what the
                 Checkpointer was given.
@@ -296,13 +298,15 @@ class Checkpointer(Finder):
         self._requests.ask_save()
 
     def request_stop(self) -> None:
-        """Do as a signal does. Any rank and thread may."""
+        """Ask for a save and a stop, as a signal does. Any rank and thread may."""
         self._requests.ask_stop()
 
     def wait_staged(self) -> None:
-        """Make what the program does next wait until the state of the last save was copied. The
-        steps of optimizers do so by themselves; call this before parameters are changed by other
-        means, such as a CUDA graph that is replayed."""
+        """Make what the program does next wait until the state of the last save was copied.
+
+        Steps of optimizers do so by themselves. Call this before the program changes parameters by
+        other means, such as replaying a CUDA graph.
+        """
         if self._saver.handle is not None and self._saver.handle.writer is not None:
             self._saver.handle.writer.wait_staged()
 
@@ -377,52 +381,51 @@ class Checkpointer(Finder):
     ) -> int | None:
         """Load the newest checkpoint that is valid for all ranks into ``state``, in place.
 
-        Where it turns out to be corrupt, on any rank, all ranks log an error and load the next
-        older one instead. What was loaded is in ``load_report``.
+        If it turns out to be corrupt on any rank, all ranks log an error and load the next older
+        one instead. ``load_report`` says what was loaded.
 
-        Training may go on from there, with the step after it. Newer checkpoints stay, and the log
-        names them: each is replaced once its step is saved again. Until then this Checkpointer does
-        not count them when it prunes, so that they take no room from new ones; but they are there
-        for ``latest``, for ``restore`` without ``step``, and for the next Checkpointer. Move away
-        those that are not to be gone back to.
+        Training may go on with the step after it. Newer checkpoints stay, and the log names them.
+        Each is replaced when its step is saved again. Until then this Checkpointer neither counts
+        nor removes them when it prunes. ``latest``, ``restore`` without ``step``, and the next
+        Checkpointer still find them, so move away those that you do not want any more.
 
         Args:
             state: as for ``save``.
-            step: load this one and no other.
-            required: whether it is an error that there is none. If not, the log says what is there
-                instead.
+            step: load the checkpoint of this step, and no other.
+            required: whether to raise if there is no checkpoint. Otherwise the log says what is
+                there instead.
             missing: what to do about objects, parameters, metrics, and keys of plain dicts that
                 the checkpoint does not have: raise a `LoadError`, or "keep" them as they are.
-            keep: what is to stay as it is in the state, whatever was saved: names of objects, and
-                of values in plain dicts ("config.total_epochs"). Of all else what was saved wins;
-                ``load_report.differing`` says which plain values were not the same, and so does the
-                log at level INFO.
+            keep: names of objects, and of values in plain dicts ("config.total_epochs"), that stay
+                as they are in the state. For everything else, what was saved wins.
+                ``load_report.differing`` and the log at level INFO say which plain values differed.
             unexpected: what to do about parameters, optimizer state and metrics that the
                 checkpoint has and the objects have not: raise a `LoadError`, or "ignore" them.
             mismatched: what to do about parameters and buffers that have another shape in the
                 checkpoint: raise a `LoadError`, or "keep" them, and what optimizers have of them.
             rename: called with each key of the checkpoint (``"model.head.weight"``), returns the
-                key that it has in the state; the same where it is called the same. What is said of
-                a parameter of a module goes for its optimizer state too.
+                key that it has in the state, which may be the same. A new name of a module's
+                parameter applies to its optimizer state, too.
             allow: classes and functions that objects in the checkpoint may use, as for
                 `pyckpt.load`.
 
         Returns:
-            The step of the checkpoint; None where there is none, and training begins.
+            The step of the checkpoint; None if there is no checkpoint, so that training begins.
 
         Raises:
-            FileNotFoundError: there is no valid checkpoint of ``step``; or none at all, and one is
-                ``required``.
-            ValueError: an argument is out of range, or a name to ``keep`` is none.
-            TypeError: an object in ``state`` could not be saved; also where there is no checkpoint.
-            LoadError: the checkpoint does not fit the state; or some ranks see checkpoints where
-                others see none, so that the directory is not the same one on all of them.
+            FileNotFoundError: there is no valid checkpoint of ``step``; or there is none at all,
+                and one is ``required``.
+            ValueError: an argument is out of range, or ``keep`` has a name that the state has not.
+            TypeError: an object in ``state`` could not be saved. This is raised even if there is no
+                checkpoint.
+            LoadError: the checkpoint does not fit the state. Or some ranks see checkpoints and
+                others see none, so that it is not the same directory on all of them.
             CorruptCheckpoint: there are checkpoints, and none can be read. ``state`` may have been
                 changed.
-            OSError: the directory cannot be listed on some rank, or what may be the newest
-                checkpoint cannot be read for a reason that is no damage: permissions, a server
-                that does not answer, a lack of memory or descriptors. What may pass (EINTR, EAGAIN,
-                ESTALE, ETIMEDOUT, EIO) was tried again for a second or two. Raised on all ranks.
+            OSError: some rank cannot list the directory, or cannot read what may be the newest
+                checkpoint for a reason that is no damage: permissions, a server that does not
+                answer, a lack of memory or descriptors. Errors that may pass (EINTR, EAGAIN,
+                ESTALE, ETIMEDOUT, EIO) were retried for a second or two. Raised on all ranks.
         """
         self._check_open()
         state = state_of(state)
@@ -454,9 +457,12 @@ class Checkpointer(Finder):
     # --- keeping ----------------------------------------------------------------------------------
 
     def protect(self, step: int) -> Protection:
-        """Keep the checkpoint of a step from being pruned, until ``release`` of what is returned,
-        or the end of the ``with`` block that it is used in. Counts on rank 0. Of a checkpoint that
-        is there after the call, nothing is removed."""
+        """Keep the checkpoint of a step from being pruned.
+
+        It is kept until ``release`` of the `Protection` is called, or until the end of the ``with``
+        block that uses it, or until this Checkpointer ends. Call it on rank 0, which prunes. If the
+        checkpoint is there after the call, nothing of it has been removed.
+        """
         return Protection(self._pruner.protected, step_of(step))
 
     @property
@@ -489,12 +495,13 @@ class Checkpointer(Finder):
     # --- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for the save that is under way, and for the other ranks; put back what handled the
-        signals before. Idempotent.
+        """Wait for the save that is under way and for the other ranks, and put the previous
+        handlers of signals back. Idempotent.
 
-        Where the last save that was due was left out because one was under way, and nothing was
-        saved since, save the state that the last ``step`` was given, as it is now, under that step.
-        Not at the end of a ``with`` block that raises: the state may be in the middle of a step.
+        If the last save that was due was left out because another one was under way, and nothing
+        was saved since, this saves the state that the last ``step`` was given, as it is now, under
+        that step. A ``with`` block that raises does not save it, because the state may be in the
+        middle of a step.
 
         Raises:
             OSError, PyckptError: a save failed, and that was not raised before.

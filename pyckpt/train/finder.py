@@ -37,7 +37,10 @@ class Finder:
         self._catalog = Catalog(self.directory, verify=partial(_verify, direct, engine))
 
     def checkpoints(self, *, verify: bool = False) -> list[CheckpointInfo]:
-        """The valid checkpoints, oldest first: complete, and all their files there and long enough.
+        """The valid checkpoints, oldest first.
+
+        A checkpoint is valid if its metadata is complete, and all its files are there and of the
+        right size.
 
         Args:
             verify: read all of them, and list only those whose checksums match.
@@ -46,7 +49,7 @@ class Finder:
         return [entry.checkpoint for entry in entries if entry.checkpoint is not None]
 
     def inspect(self, *, verify: bool = False) -> list[DirectoryEntry]:
-        """All that is in the directory, what each is, and why those that are not valid are not.
+        """Everything in the directory: what each entry is, and why it is not valid if it is not.
 
         Args:
             verify: read all checkpoints, and call those damaged whose checksums do not match.
@@ -54,10 +57,10 @@ class Finder:
         return self._catalog.entries(verify=verify)
 
     def latest(self) -> CheckpointInfo | None:
-        """The newest valid checkpoint that this rank sees; None where there is none.
+        """The newest valid checkpoint that this rank sees; None if there is none.
 
         Raises:
-            OSError: the directory, or what may be the newest, cannot be looked at.
+            OSError: this rank cannot look at the directory, or at what may be the newest.
         """
         return self._catalog.newest()
 

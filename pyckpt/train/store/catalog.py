@@ -97,18 +97,18 @@ class DirectoryEntry:
 
     path: Path
     step: int | None
-    """None where the name is not that of a checkpoint."""
+    """None if the name is not that of a checkpoint."""
     state: Literal["valid", "unfinished", "removed", "damaged", "foreign", "unreadable"]
     """``unfinished``: a save that did not get to its commit. ``removed``: a removal that was
     interrupted. ``damaged``: it was committed, and something is missing or altered since.
-    ``foreign``: not a checkpoint of ours. ``unreadable``: this process cannot look at it, which
-    says nothing of what it is."""
+    ``foreign``: not a checkpoint of pyckpt. ``unreadable``: this process cannot look at it, so
+    nobody knows what it is."""
     reason: str = ""
     """Why it is not valid, for people."""
     checkpoint: CheckpointInfo | None = None
-    """Set where it is valid."""
+    """The checkpoint, if it is valid."""
     error: OSError | None = None
-    """Set where it is unreadable."""
+    """Why it is unreadable, if it is."""
 
     def __str__(self) -> str:
         return f"{self.path.name}: {self.state}" + (f" ({self.reason})" if self.reason else "")

@@ -51,7 +51,10 @@ class Protected:
 
 
 class Protection:
-    """Keeps a checkpoint from being pruned; see ``Checkpointer.protect``."""
+    """Keeps a checkpoint from being pruned, until ``release`` or the end of a ``with`` block.
+
+    Made by ``Checkpointer.protect``.
+    """
 
     def __init__(self, protected: Protected, step: int) -> None:
         self._protected = protected
