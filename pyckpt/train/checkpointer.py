@@ -24,6 +24,7 @@ from pyckpt.train.handle import SaveHandle
 from pyckpt.train.policy import Policy
 from pyckpt.train.restorer import LoadOptions, Restorer
 from pyckpt.train.saver import Saver
+from pyckpt.train.schedule import Schedule
 from pyckpt.train.statistics import CheckpointerStatistics, Stopwatch
 from pyckpt.train.store.fence import Fence
 from pyckpt.train.store.pruner import Protection, Pruner
@@ -121,23 +122,11 @@ class Checkpointer(Finder):
             raise ValueError(f"{when_busy = } must be 'skip' or 'wait'.")
         super().__init__(directory, direct, engine)
         wait_at_most = timeout_of(timeout)
-        self._retention = Retention(keep_last, keep_every, keep_best)
-        self._policy = Policy(every_steps, every_minutes, save_when)
-        self._when_busy = when_busy
-        self._overwrite = overwrite
+        retention = Retention(keep_last, keep_every, keep_best)
+        policy = Policy(every_steps, every_minutes, save_when)
         self._stopwatch = Stopwatch()
-
-        # Of the training thread.
-        self._step: int | None = None  # the last one that was told
-        self._saved: SaveHandle | None = None  # the last save, of what was not restored over since
-        self._calls = 0  # of `step`
-        self._stop_requested = False
         self._closed = False
-        self._skipped = 0
-        self._owed = False  # whether the last save that was due was left out
-        self._last: tuple[int, Mapping[str, Any], Mapping[str, float]] | None = None  # if so
         self._restore_seconds = 0.0
-
         self._signals = StopSignals(on_signals)
         try:
             self._ranks = Ranks(process_group, wait_at_most)
@@ -153,13 +142,13 @@ class Checkpointer(Finder):
             self._restorer = Restorer(self._catalog, self._ranks, direct=direct, engine=engine)
             self._pruner = Pruner(
                 self._catalog,
-                self._retention,
+                retention,
                 allowed=self._fence.held,
                 busy=self._saver.writing,
                 distrusted=self._restorer.distrusted,
             )
             is_first = self._ranks.rank == 0
-            self._requests = Requests(self._signals, self._policy.due_after if is_first else None)
+            self._requests = Requests(self._signals, policy.due_after if is_first else None)
             self._agreement: Agreement = (
                 LocalAgreement(self._facts)
                 if self._ranks.talk is None
@@ -168,6 +157,17 @@ class Checkpointer(Finder):
         except BaseException:
             self._signals.close()
             raise
+        self._schedule = Schedule(
+            policy,
+            when_busy=when_busy,
+            overwrite=overwrite,
+            best_by=None if keep_best is None else keep_best[0],
+            saver=self._saver,
+            requests=self._requests,
+            agreement=self._agreement,
+            ranks=self._ranks,
+            stopwatch=self._stopwatch,
+        )
         if keep_last is None and (keep_every, keep_best) != (None, None) and is_first:
             _logger.warning(
                 "keep_last=None keeps all checkpoints, whatever keep_every and keep_best say; pass "
@@ -202,44 +202,7 @@ class Checkpointer(Finder):
             ValueError: the step is not larger.
         """
         self._check_open()
-        step, state, metrics = step_of(step), state_of(state), metrics_of(metrics)
-        if self._step is not None and step <= self._step:
-            raise ValueError(f"{step = } must be larger than the one before it, {self._step}.")
-        self._stopwatch.enter(self._saver.busy)
-        handle = None
-        try:
-            # Not by the step, which is smaller again after an older one was restored.
-            self._calls += 1
-            facts = self._agreement.at(self._calls)
-            stopping = facts.stops > 0 and not self._stop_requested
-            if stopping:
-                self._stop_requested = True
-            else:
-                # Where the ranks cannot agree any more, each tells of what it knows.
-                self._saver.raise_failure(None if self._ranks.lost else facts.failed)
-            self._step = step
-            if self._owed:
-                self._last = (step, state, metrics)
-            requested = facts.requests > self._requests.served
-            due = self._policy.due_at(step)
-            if not (stopping or requested or due):
-                return None
-            self._ranks.check()
-            failed = facts.failed == self._saver.started
-            if self._saved is not None and self._saved.step == step and not failed:
-                return self._saved  # `save` was called for this step
-            busy = facts.saved < self._saver.started
-            if busy and not stopping and self._when_busy == "skip":
-                if due:  # what was only requested is saved as soon as that can be
-                    self._tell_skipped(step)
-                    self._owed, self._last = True, (step, state, metrics)
-                return None
-            self._requests.served = facts.requests
-            handle = self._start(step, state, metrics)
-            return handle
-        finally:
-            blocked = None if handle is None else handle.statistics.blocked_seconds
-            self._stopwatch.leave(self._saver.busy, blocked)
+        return self._schedule.step(step_of(step), state_of(state), metrics_of(metrics))
 
     def save(
         self,
@@ -269,16 +232,9 @@ class Checkpointer(Finder):
             ValueError: the step is negative.
         """
         self._check_open()
-        step, state, metrics = step_of(step), state_of(state), metrics_of(metrics)
-        self._saver.wait()
-        self._saver.raise_failure()
-        self._ranks.check()
-        handle = self._start(step, state, metrics, final=final, overwrite=overwrite)
-        if final:
-            self._saver.wait()
-            self._saver.raise_failure()
-        self._stopwatch.pause()
-        return handle
+        return self._schedule.save(
+            step_of(step), state_of(state), metrics_of(metrics), final=final, overwrite=overwrite
+        )
 
     def wait(self) -> None:
         """Wait until no save is under way. All ranks call it.
@@ -314,7 +270,7 @@ class Checkpointer(Finder):
     def stop_requested(self) -> bool:
         """Whether training is asked to stop, and the state was saved for it. Changes in ``step``
         only, in the same step on all ranks."""
-        return self._stop_requested
+        return self._schedule.stop_requested
 
     def _facts(self) -> Facts:
         """What this rank knows; called by the thread that talks to the others."""
@@ -324,45 +280,12 @@ class Checkpointer(Finder):
         """Called by the thread that talks to the others, when it cannot any more."""
         self._ranks.lose(error, "agreeing on what to save")
 
-    def _start(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        metrics: Mapping[str, float],
-        *,
-        final: bool = False,
-        overwrite: bool | None = None,
-    ) -> SaveHandle:
-        best = self._retention.keep_best
-        if best is not None and best[0] not in metrics and self._ranks.rank == 0:
-            _logger.warning("step %d has no metric %r, and is not among the best", step, best[0])
-        self._requests.saving()
-        self._owed, self._last = False, None
-        self._saved = self._saver.start(
-            step,
-            state,
-            metrics,
-            final=final,
-            overwrite=self._overwrite if overwrite is None else overwrite,
-        )
-        return self._saved
-
     def _commit(self, handle: SaveHandle) -> None:
         """Called by the thread that committed a save."""
         self._restorer.distrusted.discard(handle.step)
         self._stopwatch.committed(handle.seconds)
         if self._ranks.rank == 0:
             self._pruner.committed(handle.step)
-
-    def _tell_skipped(self, step: int) -> None:
-        assert self._saver.handle is not None
-        self._skipped += 1
-        _logger.warning(
-            "step %d is not saved: the save of step %d is still under way; save less often, or "
-            "pass when_busy='wait'",
-            step,
-            self._saver.handle.step,
-        )
 
     # --- finding and restoring --------------------------------------------------------------------
 
@@ -437,17 +360,11 @@ class Checkpointer(Finder):
         restored = self._restorer.restore(state, step, options, required=required)
         if restored is not None:
             self._restore_seconds = time.perf_counter() - start
-            self._go_on_from(restored)
+            self._schedule.go_back(restored)
+            if self._ranks.rank == 0:
+                self._pruner.restored(restored)
         self._stopwatch.pause()
         return restored
-
-    def _go_on_from(self, step: int) -> None:
-        if self._step is not None:
-            self._step = min(self._step, step)
-        self._saved = None  # of a state that is no more
-        self._owed, self._last = False, None
-        if self._ranks.rank == 0:
-            self._pruner.restored(step)
 
     @property
     def load_report(self) -> LoadReport | None:
@@ -472,7 +389,7 @@ class Checkpointer(Finder):
         return self._stopwatch.statistics(
             saves=self._saver.started,
             failed=self._saver.failures,
-            skipped=self._skipped,
+            skipped=self._schedule.skipped,
             pruned=self._pruner.removed,
             restore_seconds=self._restore_seconds,
         )
@@ -507,8 +424,7 @@ class Checkpointer(Finder):
             OSError, PyckptError: a save failed, and that was not raised before.
         """
         if not self._closed:
-            if self._last is not None and self._ranks.lost is None:
-                self._start(*self._last)
+            self._schedule.save_owed()
             self._close(wait=True)
             self._saver.raise_failure()
 
