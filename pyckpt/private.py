@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner_helpers import (
     create_read_items_for_chunk_list,
 )
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.utils import _DistWrapper, find_tensor_shard
 
 try:
@@ -47,6 +48,7 @@ __all__ = [
     "load_state_dict",
     "narrow_tensor_by_index",
     "overrides",
+    "save_state_dict",
     "state_dict_saver",
 ]
 
@@ -55,6 +57,7 @@ StorageInfo = _StorageInfo
 """DCP's record of where an item lies: ``relative_path``, ``offset`` and ``length``."""
 create_chunk_list = _create_chunk_list
 load_state_dict = _load_state_dict
+save_state_dict = _save_state_dict
 
 Method = TypeVar("Method", bound=Callable[..., object])
 

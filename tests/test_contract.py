@@ -47,6 +47,12 @@ CONTRACT: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         ("state_dict", "storage_reader", "process_group", "no_dist", "planner"),
         "pyckpt.load loads without the warning of dcp.load",
     ),
+    (
+        f"{DCP}.state_dict_saver",
+        "_save_state_dict",
+        ("state_dict", "storage_writer", "process_group", "no_dist", "planner"),
+        "pyckpt.save saves without the warning of dcp.save",
+    ),
     (f"{DCP}.planner_helpers", "_create_chunk_list", ("tensor",), "a load knows its own chunks"),
     (
         f"{DCP}.planner_helpers",

@@ -67,8 +67,9 @@ class LoadPlanner(DefaultLoadPlanner):
             them all in a `LoadError`, "keep" leaves them as they are. With "keep", lists that are
             longer than saved also keep what they have beyond.
         unexpected: what to do about keys of the checkpoint, in containers that were passed, that
-            the state does not have: "fill" creates them, "report" leaves them out, "error" lists
-            them all in a `LoadError`. Only "fill" changes the structure of the state.
+            the state does not have: "fill" creates them, "ignore" leaves them out and names them in
+            the report, "error" lists them all in a `LoadError`. Only "fill" changes the structure
+            of the state.
         mismatched: what to do about tensors that the checkpoint has in another shape: "error" lists
             them all in a `LoadError`, "keep" leaves them as they are.
         allow: classes and functions, beyond those that ``torch.load(weights_only=True)`` admits,
@@ -86,7 +87,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self,
         *,
         missing: Literal["error", "keep"] = "error",
-        unexpected: Literal["fill", "report", "error"] = "fill",
+        unexpected: Literal["fill", "ignore", "error"] = "fill",
         mismatched: Literal["error", "keep"] = "error",
         allow: Sequence[objects.Allowed] = (),
         device: torch.device | str = "cpu",
@@ -95,8 +96,8 @@ class LoadPlanner(DefaultLoadPlanner):
         super().__init__()
         if missing not in ("error", "keep"):
             raise ValueError(f"missing must be 'error' or 'keep', not {missing!r}")
-        if unexpected not in ("fill", "report", "error"):
-            raise ValueError(f"unexpected must be 'fill', 'report' or 'error', not {unexpected!r}")
+        if unexpected not in ("fill", "ignore", "error"):
+            raise ValueError(f"unexpected must be 'fill', 'ignore' or 'error', not {unexpected!r}")
         self._missing = missing
         if mismatched not in ("error", "keep"):
             raise ValueError(f"mismatched must be 'error' or 'keep', not {mismatched!r}")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pyckpt.dcp.failures import error_of, portable_errors
-from pyckpt.errors import LoadError
+from pyckpt.errors import LoadError, SaveError
 from pyckpt.private import DistWrapper
 
 __all__ = ["together"]
@@ -17,7 +17,13 @@ __all__ = ["together"]
 T = TypeVar("T")
 
 
-def together(step: Callable[[], T], *, process_group: dist.ProcessGroup | None, doing: str) -> T:
+def together(
+    step: Callable[[], T],
+    *,
+    process_group: dist.ProcessGroup | None,
+    doing: str,
+    kind: type[LoadError | SaveError] = LoadError,
+) -> T:
     """Take a step on each rank. Collective.
 
     Raises:
@@ -37,4 +43,4 @@ def together(step: Callable[[], T], *, process_group: dist.ProcessGroup | None, 
         failure = error
     else:
         return results[0]
-    raise error_of(failure, alone=False, kind=LoadError, doing=doing)
+    raise error_of(failure, alone=False, kind=kind, doing=doing)

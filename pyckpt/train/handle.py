@@ -21,7 +21,7 @@ from pyckpt.dcp.writer import DirectWriter
 from pyckpt.dcp.writing import WriteProgress
 from pyckpt.errors import SaveError
 from pyckpt.statistics import WriteStatistics
-from pyckpt.train.fence import Fence
+from pyckpt.train.store.fence import Fence
 
 __all__ = ["ReportingWriter", "SaveHandle", "SaveStatistics"]
 
