@@ -134,7 +134,7 @@ def measure_latest(report: Report, options: Options) -> None:
         checkpointer.close()
         return sample
 
-    found: list[pyckpt.train.catalog.CheckpointInfo | None] = []
+    found: list[pyckpt.CheckpointInfo | None] = []
     counts: list[int] = []
 
     def check_latest() -> None:

@@ -25,21 +25,22 @@ _SLOT_GRAIN = _C.page_bytes
 class Engine:
     """Page-aligned memory, and the native threads that move bytes through it.
 
-    The memory is a ring of slots, through which everything streams that is written from elsewhere,
-    and an arena, which holds the copies that asynchronous saves make of the state. The ring is
-    small; the arena grows to what the saves need, as far as the budget goes, and is used again by
-    each. An engine may be shared by any number of writers, from any threads; saves that overlap
-    share its memory and threads. A forked child cannot use its parent's engine; pickled, an engine
-    becomes another one of the same settings.
+    The memory has two parts. Bytes stream through a small ring of slots on their way to and from
+    the disk. An arena holds the copies that asynchronous saves make of the state. It grows to what
+    the saves need, within the budget, and each save uses it again.
+
+    Any number of writers and readers may share an engine, from any threads. Saves that overlap
+    share its memory and threads. A forked child cannot use its parent's engine. An engine that is
+    pickled becomes another one of the same settings.
 
     Args:
-        max_pinned_bytes: bytes of ring and arena at most; what an asynchronous save cannot copy
-            for want of room is written from where it is, and the program must wait for that. By
-            default a quarter of the memory that the process may use, shared with the other
-            processes that ``LOCAL_WORLD_SIZE`` speaks of. None of it is taken before it is needed.
+        max_pinned_bytes: how many bytes ring and arena may have together. What an asynchronous save
+            cannot copy for want of room is written from where it lies, and the program waits for
+            that. The default is a quarter of the memory that the process may use, divided by
+            ``LOCAL_WORLD_SIZE`` if that is set. No memory is taken before it is needed.
         slot_bytes: bytes of one slot, and so of one read or write; a multiple of 4096.
-        io_threads: threads that copy, checksum, read and write; so many requests are on their way
-            to the disk at a time.
+        io_threads: how many threads copy, checksum, read and write. As many requests are on their
+            way to the disk at a time.
 
     Raises:
         ValueError: an argument is out of range.
@@ -83,8 +84,8 @@ class Engine:
         return self.native.closed
 
     def close(self) -> None:
-        """End the threads. Saves and loads still under way fail with ``EngineClosed``. The memory
-        goes with the last of them. Idempotent."""
+        """End the threads. Saves and loads that are under way fail with ``EngineClosed``, and the
+        memory is freed when the last of them has ended. Idempotent."""
         self.native.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -145,13 +146,13 @@ def configure(
 ) -> Engine:
     """Replace the default engine by one of these settings (see ``Engine``) and return it.
 
-    What is left out keeps its default. The engine that was the default before is closed, so call
-    this before the first save; a save that is under way would fail.
+    A setting that is left out keeps its default. The default engine of before is closed, and a save
+    that is under way on it fails. So call this before the first save.
 
     Args:
-        at_exit: what becomes of asynchronous saves under way when the program ends. Python waits
-            for the threads that make them, so that they are finished; or, with ``"abandon"``, they
-            are given up, each with an error in the log, and the checkpoint before them stays.
+        at_exit: what happens to asynchronous saves that are under way when the program ends. With
+            ``"finish"`` Python waits for them. With ``"abandon"`` they are given up, each with an
+            error in the log, and the checkpoint before them stays.
 
     Raises:
         ValueError: an argument is out of range.

@@ -20,6 +20,8 @@ Wrong arguments are ``ValueError`` and ``TypeError``, as everywhere in Python.
 
 from __future__ import annotations
 
+from pyckpt.printable import printable as _printable
+
 __all__ = [
     "CheckpointReplaced",
     "CorruptCheckpoint",
@@ -44,14 +46,7 @@ class PyckptError(Exception):
     """
 
     def __init__(self, message: str = "", *more: object) -> None:
-        super().__init__(printable(message), *more)
-
-
-def printable(text: str) -> str:
-    """The text, with escapes in the place of what is no printable character."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+        super().__init__(_printable(message), *more)
 
 
 class CorruptCheckpoint(PyckptError):

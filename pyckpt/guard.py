@@ -1,9 +1,10 @@
 """The step guard: nobody writes to memory that is still being copied, or gives it away.
 
-`torch.optim` calls global hooks before every step of every optimizer. Ours makes the step wait for
-the copies that need it: on a GPU the stream that steps waits, on a CPU the thread does. All
-optimizers wait, not only those that a stager was told of, since wrappers step others than they
-were given (ZeroRedundancyOptimizer, Accelerate), and a step that waits in vain costs nothing.
+`torch.optim` calls global hooks before every step of every optimizer. pyckpt has one, which calls
+all who asked `before_steps` for it. For copies of the state it makes the step wait: on a GPU the
+stream that steps waits, on a CPU the thread. The steps of all optimizers wait, and not only of
+those that a stager was told of: a wrapper may step another optimizer than the program has in hand
+(ZeroRedundancyOptimizer, Accelerate), and a step that waits in vain costs nothing.
 """
 
 from __future__ import annotations
@@ -47,16 +48,36 @@ _lock = fork_safe_lock()
 _guarded: tuple[weakref.ref[Guarded], ...] = ()
 
 
-def before_steps(hook: Callable[[object, object, object], None]) -> None:
-    """Call ``hook(optimizer, args, kwargs)`` before every step of every optimizer, for good: torch
-    may be on its way through the hooks of a step, in another thread, and then none may be removed.
+Hook = Callable[[object], None]
 
-    Dynamo does not look into the hook. Or else it would compile steps for what the hook finds at
-    that moment, again for each other thing that it finds, and give them up after a few.
+# Replaced, never changed: torch may be on its way through the hooks of a step, in another thread.
+_hooks: tuple[Hook, ...] = ()
+
+
+def before_steps(hook: Hook) -> None:
+    """Call ``hook(optimizer)`` before every step of every optimizer, for good."""
+    global _hooks
+    with _lock:
+        _hooks = (*_hooks, hook)
+    _hook_torch()
+
+
+@functools.cache
+def _hook_torch() -> None:
+    """Have torch call all hooks; for good, since torch must not lose one while it goes through its
+    own.
+
+    Dynamo does not look into the hook. If it did, it would compile a step anew for everything else
+    that the hook finds, and give up after a few times.
     """
     # This imports dynamo, unless there has been an optimizer: making one imports it, too.
-    hidden = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    hidden = torch.compiler.disable(_before_step)  # type: ignore[no-untyped-call]
     register_optimizer_step_pre_hook(hidden)
+
+
+def _before_step(optimizer: object, args: object, kwargs: object) -> None:
+    for hook in _hooks:
+        hook(optimizer)
 
 
 @functools.cache
@@ -64,7 +85,7 @@ def watch() -> None:
     """Look at all steps from now on. Whoever has optimizers calls this before there are copies: a
     step that is captured in a CUDA graph calls the hook at its capture, and never again; and a step
     that is compiled after this is not compiled again for the first save's sake."""
-    before_steps(_before_step)
+    before_steps(_hold_step)
 
 
 def add(copies: Guarded) -> None:
@@ -122,6 +143,6 @@ def hold() -> None:
             copies.guard()
 
 
-def _before_step(optimizer: object, args: object, kwargs: object) -> None:
+def _hold_step(optimizer: object) -> None:
     look_for_capture()
     hold()

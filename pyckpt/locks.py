@@ -11,16 +11,17 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from queue import SimpleQueue
 from typing import Any
 
-__all__ = ["fork_safe_lock"]
+__all__ = ["Latch", "fork_safe_lock"]
 
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def fork_safe_lock() -> threading.RLock:
-    """Make a `threading.RLock` that is free in a forked child, unless the thread that forks holds
-    it: then it does so there, too.
+    """Make a `threading.RLock` that is free in a forked child. If the thread that forks holds it,
+    that thread holds it in the child as well.
 
     Reentrant, since no other kind says who holds it; and because finalizers, which may run wherever
     the holder makes an object, then cannot wait for themselves.
@@ -28,6 +29,22 @@ def fork_safe_lock() -> threading.RLock:
     lock = threading.RLock()
     _locks.add(lock)
     return lock
+
+
+class Latch:
+    """An event that happens once, and that a finalizer may set. `threading.Event` cannot be set
+    there: the thread that the finalizer interrupts may hold the event's own lock."""
+
+    def __init__(self) -> None:
+        self._happened: SimpleQueue[None] = SimpleQueue()  # the one queue whose `put` is reentrant
+
+    def set(self) -> None:
+        """Wake all who wait, and who will."""
+        self._happened.put(None)
+
+    def wait(self) -> None:
+        """Return when it has happened."""
+        self._happened.put(self._happened.get())
 
 
 def _renew() -> None:

@@ -12,33 +12,33 @@ __all__ = ["ReadStatistics", "WriteStatistics"]
 
 @dataclass(frozen=True)
 class WriteStatistics:
-    """What a rank's save did so far, or did.
+    """What a rank's save did, or what it did so far.
 
     The seconds of copying, checksumming and writing are summed over the engine's threads, so that
     together they may exceed ``seconds``, the time that passed.
     """
 
-    items: int
+    items: int = 0
     """Tensors and objects given to the engine."""
-    bytes: int
-    """Bytes of the rank's file, as far as it was laid out; its size, once the save is over."""
-    bytes_written: int
+    bytes: int = 0
+    """Bytes of the rank's file that have their place in it; its size, once the save is over."""
+    bytes_written: int = 0
     """Bytes that are on their way to, or on, the disk."""
-    seconds: float
+    seconds: float = 0.0
     """From opening the file to its being durable, or to now."""
-    copy_seconds: float
+    copy_seconds: float = 0.0
     """Copying, with the checksums of what is copied: one pass makes both."""
-    checksum_seconds: float
+    checksum_seconds: float = 0.0
     """Checksums of what is not copied: of memory written from where it is, or copied by a GPU."""
-    write_seconds: float
-    sync_seconds: float
+    write_seconds: float = 0.0
+    sync_seconds: float = 0.0
     """Waiting for the disk to have everything (fsync), at the end."""
-    slot_waits: int
+    slot_waits: int = 0
     """How often a thread found no free slot in the engine's ring: another save held them."""
-    direct: bool
+    direct: bool = False
     """Whether the file was written past the page cache."""
-    fallback_reason: str
-    """Why it was not, where that was not asked for."""
+    fallback_reason: str = ""
+    """Why it was not, if ``direct`` did not ask for that; else empty."""
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -71,7 +71,7 @@ class WriteStatistics:
 
 @dataclass(frozen=True)
 class ReadStatistics:
-    """What a rank's load did so far, or did.
+    """What a rank's load did, or what it did so far.
 
     The seconds of reading, checksumming and copying are summed over the engine's threads, so that
     together they may exceed ``seconds``, the time that passed.
@@ -94,7 +94,7 @@ class ReadStatistics:
     direct: bool
     """Whether all files were read past the page cache."""
     fallback_reason: str
-    """Why not, where that was not asked for."""
+    """Why they were not, if ``direct`` did not ask for that; else empty."""
 
     @property
     def gigabytes_per_second(self) -> float:

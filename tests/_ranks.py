@@ -24,7 +24,7 @@ from typing import Any
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
-        "pyckpt",
+        "pyckpt.train.checkpointer",  # which imports nearly all of it
         "pytest",
         "torch._dynamo",  # which DTensor imports at its first use
         "torch.distributed.checkpoint.format_utils",

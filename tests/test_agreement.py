@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 from _ranks import run_ranks
 
-from pyckpt.train import agreement as agreement_module
-from pyckpt.train.agreement import Facts, GroupAgreement, LocalAgreement
+from pyckpt.train.sync import agreement as agreement_module
+from pyckpt.train.sync.agreement import Facts, GroupAgreement, LocalAgreement
 
 CHANGES = 8
 

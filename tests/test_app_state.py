@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import pyckpt
 from pyckpt.errors import LoadError, UnsafeCheckpoint
-from pyckpt.train.app_state import AppState
+from pyckpt.train.state.app_state import AppState
 
 
 def save(objects: dict[str, Any], path: Path) -> None:

@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 import pyckpt
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format import metadata as metadata_format
-from pyckpt.train import pieces
-from pyckpt.train.catalog import NOTE_KEY, Catalog, directory_name, note
-from pyckpt.train.pieces import PIECE_BYTES, verify
+from pyckpt.train.store import pieces
+from pyckpt.train.store.catalog import NOTE_KEY, Catalog, directory_name, note
+from pyckpt.train.store.pieces import PIECE_BYTES, verify
 
 
 def catalog_of(directory: Path) -> Catalog:

@@ -177,6 +177,43 @@ def test_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.Monke
     assert steps_in(tmp_path) == [1, 2]
 
 
+def test_wait_waits_for_what_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    run = Run().to(1)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.wait()  # for nothing
+        handle = checkpointer.save(1, run.state)
+        assert gate.reached.wait(60)
+        threading.Timer(0, gate.open.set).start()
+        checkpointer.wait()
+        assert handle.committed.done()
+        checkpointer.save(2, run.state)
+        checkpointer.wait()
+    checkpointer.wait()
+    assert steps_in(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("by_call", [False, True])
+def test_a_step_that_is_there_is_replaced_or_refused_as_overwrite_says(
+    by_call: bool, tmp_path: Path
+) -> None:
+    with Checkpointer(tmp_path, overwrite=by_call) as checkpointer:
+        refuse = {"overwrite": False} if by_call else {}
+        checkpointer.save(1, {"x": 1}, **refuse).wait()
+        with pytest.raises(FileExistsError, match="overwrite"):
+            checkpointer.save(1, {"x": 2}, **refuse).wait()
+        with pytest.raises(FileExistsError, match="overwrite"):
+            checkpointer.wait()
+        state = {"x": 0}
+        assert checkpointer.restore(state) == 1
+        assert state == {"x": 1}
+        checkpointer.save(1, {"x": 3}, overwrite=True).wait()
+        assert checkpointer.restore(state) == 1
+        assert state == {"x": 3}
+        checkpointer.save(2, {"x": 4}, **refuse)
+    assert [one.step for one in Checkpointer(tmp_path).checkpoints(verify=True)] == [1, 2]
+
+
 def test_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
     asked = []
@@ -190,7 +227,7 @@ def test_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ) as checkpointer:
         run.to(9, checkpointer)
         assert asked == [1, 2, 3, 4, 5, 7, 8, 9]
-        now = checkpointer._last_save
+        now = checkpointer._requests.saved_at
         monkeypatch.setattr("time.monotonic", lambda: now + 59)
         checkpointer.step(10, run.state)
         monkeypatch.setattr("time.monotonic", lambda: now + 60)
@@ -305,7 +342,14 @@ def test_a_failed_save_is_raised_once_by_the_next_call(
             checkpointer.step(3, run.state)
         assert info.value.errno == 28
         assert checkpointer.step(4, run.state) is not None
-        assert checkpointer.statistics.failed == 1
+        checkpointer.wait()
+        with full_disk.context() as patch:
+            patch.setattr(pyckpt.DirectWriter, "write_data", _no_space)
+            assert checkpointer.step(5, run.state) is not None
+            with pytest.raises(OSError, match="No space"):
+                checkpointer.wait()
+        checkpointer.wait()
+        assert checkpointer.statistics.failed == 2
     assert steps_in(tmp_path) == [1, 4]
 
 
@@ -479,19 +523,19 @@ def test_going_back(tmp_path: Path) -> None:
     ) as checkpointer:
         run.to(8, checkpointer)
         checkpointer._saver.wait()
-        checkpointer._pruner.submit(int).result(60)
+        checkpointer._pruner.wait()
         assert [c.step for c in checkpointer.checkpoints()] == [4, 7, 8]
         assert checkpointer.restore(run.state, step=4) == 4
         with pytest.raises(ValueError, match="must be larger"):
             checkpointer.step(4, run.state)
         run.to(6, checkpointer, start=5)
         checkpointer._saver.wait()
-        checkpointer._pruner.submit(int).result(60)
+        checkpointer._pruner.wait()
         # 7 and 8 take nothing from 5 and 6, and stay until they are saved again.
         assert [c.step for c in checkpointer.checkpoints()] == [4, 5, 6, 7, 8]
         run.to(7, checkpointer, start=7)
         checkpointer._saver.wait()
-        checkpointer._pruner.submit(int).result(60)
+        checkpointer._pruner.wait()
         assert [c.step for c in checkpointer.checkpoints()] == [4, 6, 7, 8]
     assert resumed(tmp_path, step=7)[1].equals(run)
 
@@ -537,7 +581,7 @@ def test_keep_best_and_protect(tmp_path: Path) -> None:
         for step, loss in losses.items():
             checkpointer.save(step, run.state, metrics={"loss": loss})
         checkpointer._saver.wait()
-        checkpointer._pruner.submit(int).result(60)
+        checkpointer._pruner.wait()
         assert [c.step for c in checkpointer.checkpoints()] == [2, 3, 5]
         protection.release()
         protection.release()
@@ -599,7 +643,7 @@ def test_pruning_that_fails_does_not_fail_the_training(
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("pyckpt.train.retention.remove", refuse)
+    monkeypatch.setattr("pyckpt.train.store.pruner.remove", refuse)
     with Checkpointer(tmp_path, keep_last=1) as checkpointer:
         checkpointer.save(1, run.state)
         checkpointer.save(2, run.state)
@@ -710,7 +754,7 @@ def test_statistics_and_advice(tmp_path: Path) -> None:
         assert "failure" not in str(checkpointer.statistics)
         run.to(40, checkpointer)
         checkpointer._saver.wait()
-        checkpointer._pruner.submit(int).result(60)
+        checkpointer._pruner.wait()
         statistics = checkpointer.statistics
         advice = checkpointer.advice(mtbf_hours=24)
     assert (statistics.saves, statistics.pruned) == (4, 3)

@@ -16,8 +16,9 @@ from _ranks import Child, Pipe, run_child
 from _training import Run
 
 from pyckpt import Checkpointer
-from pyckpt.train.catalog import Catalog
-from pyckpt.train.retention import Retention, prune
+from pyckpt.train.store.catalog import Catalog
+from pyckpt.train.store.pruner import prune
+from pyckpt.train.store.retention import Retention
 
 KILLS = int(os.environ.get("PYCKPT_KILLS", "200"))
 REFERENCE_STEPS = 40 * KILLS

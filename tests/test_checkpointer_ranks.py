@@ -21,8 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 import pyckpt
 from pyckpt import Checkpointer
 from pyckpt.errors import CorruptCheckpoint, LoadError, SaveError
-from pyckpt.train import app_state, catalog
 from pyckpt.train.saver import Saver
+from pyckpt.train.state import app_state
+from pyckpt.train.store import catalog
 
 
 def steps_of(checkpointer: Checkpointer) -> list[int]:
@@ -202,7 +203,7 @@ def _minutes_after_a_request(directory: Path) -> int:
         if dist.get_rank() == 1:
             checkpointer.request_save()
         step = _until_saved(checkpointer, run, 0)
-        checkpointer._last_save -= 3600.0
+        checkpointer._requests.saved_at -= 3600.0
         return _until_saved(checkpointer, run, step)
 
 

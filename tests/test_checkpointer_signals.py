@@ -22,7 +22,7 @@ from _training import Run
 import pyckpt
 from pyckpt import Checkpointer
 from pyckpt.errors import SaveError
-from pyckpt.train.signals import StopSignals
+from pyckpt.train.sync.signals import StopSignals
 
 JOB = Path(__file__).with_name("_signal_job.py")
 NEVER = 10**9
@@ -360,7 +360,7 @@ def test_a_handler_may_ask_for_a_save(tmp_path: Path) -> None:
 def _asks_in_a_handler(_pipe: Pipe, directory: Path) -> None:
     with Checkpointer(directory) as checkpointer:
         signal.signal(signal.SIGUSR1, lambda *_: checkpointer.request_save())
-        with checkpointer._lock:  # as any call of this thread may
+        with checkpointer._requests.lock:  # as any call of this thread may
             signal.raise_signal(signal.SIGUSR1)
         checkpointer.step(1, Run().state)
 

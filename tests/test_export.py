@@ -22,9 +22,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import pyckpt
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format import commit
-from pyckpt.train import export as export_module
-from pyckpt.train import pieces
-from pyckpt.train.export import _split, export
+from pyckpt.train.store import export as export_module
+from pyckpt.train.store import pieces, tensors
+from pyckpt.train.store.tensors import _split
 
 FORMATS = ("safetensors", "torch")
 
@@ -89,18 +89,18 @@ def test_all_kinds_of_tensors(
     format: Any, stock: bool, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pieces, "PIECE_BYTES", piece)
-    monkeypatch.setattr(export_module, "PIECE_BYTES", piece)
+    monkeypatch.setattr(tensors, "PIECE_BYTES", piece)
     small = {name: tensor[:9] if tensor.dim() else tensor for name, tensor in model().items()}
     state = small if piece == 256 else model()
     checkpoint = save(tmp_path / "c", {"model": state, "other": {"x": torch.ones(3)}}, stock=stock)
-    export(checkpoint, tmp_path / "out", format=format)
+    pyckpt.export(checkpoint, tmp_path / "out", format=format)
     assert_same(exported(tmp_path / "out"), state)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_shards_and_their_index(format: Any, tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "c", {"model": model()})
-    files = export(checkpoint, tmp_path / "out", format=format, max_shard_size="100KB")
+    files = pyckpt.export(checkpoint, tmp_path / "out", format=format, max_shard_size="100KB")
     stem = "model" if format == "safetensors" else "pytorch_model"
     suffix = "safetensors" if format == "safetensors" else "bin"
     count = len(files) - 1
@@ -121,10 +121,10 @@ def test_an_export_replaces_another(tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "c", {"model": model()})
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
-    export(checkpoint, tmp_path / "out", max_shard_size="100KB")
-    export(checkpoint, tmp_path / "out")
+    pyckpt.export(checkpoint, tmp_path / "out", max_shard_size="100KB")
+    pyckpt.export(checkpoint, tmp_path / "out")
     assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
-    export(checkpoint, tmp_path / "out", max_shard_size="100KB")
+    pyckpt.export(checkpoint, tmp_path / "out", max_shard_size="100KB")
     assert "model.safetensors" not in os.listdir(tmp_path / "out")
 
 
@@ -148,7 +148,7 @@ def _killed(_pipe: Pipe, checkpoint: Path, out: Path, call: str, after: int, siz
         return real(*arguments, **options)
 
     setattr(owner, call, deadly)
-    export(checkpoint, out, max_shard_size=size)
+    pyckpt.export(checkpoint, out, max_shard_size=size)
 
 
 def kill(*arguments: Any) -> None:
@@ -163,15 +163,15 @@ def test_killed_while_it_replaces_another(before: str, tmp_path: Path) -> None:
     old = save(tmp_path / "old", {"model": model()})
     new = save(tmp_path / "new", {"model": other_model()})
     out = tmp_path / "out"
-    shards = len(export(new, tmp_path / "alone", max_shard_size="100KB")) - 1
+    shards = len(pyckpt.export(new, tmp_path / "alone", max_shard_size="100KB")) - 1
     assert shards > 2
     for after in range(shards + 1):
-        export(old, out, max_shard_size=before)
+        pyckpt.export(old, out, max_shard_size=before)
         kill(new, out, "replace", after, "100KB")
         # Where the shards are not all new, nothing says that they are a model.
         assert not (out / "model.safetensors").exists()
         assert not (out / "model.safetensors.index.json").exists()
-    export(new, out, max_shard_size="100KB")
+    pyckpt.export(new, out, max_shard_size="100KB")
     assert sorted(os.listdir(out)) == sorted(os.listdir(tmp_path / "alone"))
     assert_same(exported(out), other_model())
 
@@ -181,13 +181,13 @@ def test_killed_while_it_writes(before: str, size: str, tmp_path: Path) -> None:
     old = save(tmp_path / "old", {"model": model()})
     new = save(tmp_path / "new", {"model": other_model()})
     out = tmp_path / "out"
-    files = export(old, out, max_shard_size=before)
+    files = pyckpt.export(old, out, max_shard_size=before)
     kill(new, out, "fsync", 0, size)
     (left,) = set(os.listdir(out)) - {file.name for file in files}
     os.rename(out / left, tmp_path / left)
     assert_same(exported(out), model())
     os.rename(tmp_path / left, out / left)
-    export(new, out, max_shard_size=size)
+    pyckpt.export(new, out, max_shard_size=size)
     assert_same(exported(out), other_model())
     assert left not in os.listdir(out)
 
@@ -197,11 +197,11 @@ def test_from_shards_to_one_file_there_always_is_a_model(tmp_path: Path) -> None
     new = save(tmp_path / "new", {"model": other_model()})
     out = tmp_path / "out"
     for after in range(3):
-        export(old, out, max_shard_size="100KB")
+        pyckpt.export(old, out, max_shard_size="100KB")
         kill(new, out, "unlink", after, "1GB")
         assert_same(load(out / "model.safetensors"), other_model())
         assert (out / "model.safetensors.index.json").exists() == (after == 0)
-    export(new, out)
+    pyckpt.export(new, out)
     assert os.listdir(out) == ["model.safetensors"]
 
 
@@ -211,15 +211,15 @@ def _all_at_once(directory: Path) -> None:
     state = {name: torch.full_like(tensor, rank) for name, tensor in model().items()}
     checkpoint = directory / f"c{rank}"
     dcp.save({"model": state}, storage_writer=pyckpt.DirectWriter(checkpoint), no_dist=True)
-    copy = export_module._copy
+    copy = export_module.copy
 
     def together(*arguments: Any) -> dict[str, int]:
         dist.barrier()
         return copy(*arguments)
 
-    export_module._copy = together
+    export_module.copy = together
     for size in ("100KB", "100KB", "1GB", "100KB"):
-        export(checkpoint, directory / "out", max_shard_size=size)
+        pyckpt.export(checkpoint, directory / "out", max_shard_size=size)
         dist.barrier()
         # It is the model of one of them.
         found = exported(directory / "out")
@@ -239,7 +239,7 @@ def test_exports_into_one_directory_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_dtype(format: Any, tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "c", {"model": model()})
-    export(checkpoint, tmp_path / "out", format=format, dtype=torch.float16)
+    pyckpt.export(checkpoint, tmp_path / "out", format=format, dtype=torch.float16)
     expected = {
         name: tensor.half() if tensor.is_floating_point() else tensor
         for name, tensor in model().items()
@@ -252,10 +252,10 @@ def test_tied_weights(format: Any, tmp_path: Path) -> None:
     state = model()
     state["head.weight"] = state["embed.weight"]
     checkpoint = save(tmp_path / "c", {"model": state})
-    export(checkpoint, tmp_path / "copies", format=format)
+    pyckpt.export(checkpoint, tmp_path / "copies", format=format)
     assert_same(exported(tmp_path / "copies"), state)
     tied = {"head.weight": "embed.weight"}
-    (file,) = export(checkpoint, tmp_path / "out", format=format, tied=tied)
+    (file,) = pyckpt.export(checkpoint, tmp_path / "out", format=format, tied=tied)
     found = exported(tmp_path / "out")
     if format == "torch":
         assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
@@ -269,16 +269,16 @@ def test_tied_weights(format: Any, tmp_path: Path) -> None:
         ({"absent": "half"}, "must name two tensors"),
     ):
         with pytest.raises(ValueError, match=match):
-            export(checkpoint, tmp_path / "wrong", format=format, tied=wrong)
+            pyckpt.export(checkpoint, tmp_path / "wrong", format=format, tied=wrong)
 
 
 def test_one_model_of_several(tmp_path: Path) -> None:
     state = {"generator": {"w": torch.ones(2)}, "critic": {"w": torch.zeros(3)}, "step": 3}
     checkpoint = save(tmp_path / "c", state)
-    export(checkpoint, tmp_path / "out", key="critic")
+    pyckpt.export(checkpoint, tmp_path / "out", key="critic")
     assert_same(exported(tmp_path / "out"), {"w": torch.zeros(3)})
     with pytest.raises(ValueError, match=r"no tensors under 'model'.*'critic', 'generator'"):
-        export(checkpoint, tmp_path / "out")
+        pyckpt.export(checkpoint, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -292,16 +292,16 @@ def test_one_model_of_several(tmp_path: Path) -> None:
 def test_wrong_arguments(options: dict[str, Any], match: str, tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "c", {"model": model()})
     with pytest.raises(ValueError, match=match):
-        export(checkpoint, tmp_path / "out", **options)
+        pyckpt.export(checkpoint, tmp_path / "out", **options)
 
 
 def test_what_safetensors_has_no_name_for(tmp_path: Path) -> None:
     state = {"model": {"w": torch.ones(2, dtype=torch.complex128)}}
     checkpoint = save(tmp_path / "c", state)
     with pytest.raises(ValueError, match="complex128"):
-        export(checkpoint, tmp_path / "out")
+        pyckpt.export(checkpoint, tmp_path / "out")
     assert os.listdir(tmp_path / "out") == []
-    export(checkpoint, tmp_path / "out", format="torch")
+    pyckpt.export(checkpoint, tmp_path / "out", format="torch")
     assert_same(exported(tmp_path / "out"), state["model"])
 
 
@@ -313,13 +313,13 @@ def test_damage_is_not_exported(format: Any, tmp_path: Path) -> None:
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
     with pytest.raises(CorruptCheckpoint):
-        export(checkpoint, tmp_path / "out", format=format)
+        pyckpt.export(checkpoint, tmp_path / "out", format=format)
     assert os.listdir(tmp_path / "out") == []
 
 
 def test_there_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        export(tmp_path / "c", tmp_path / "out")
+        pyckpt.export(tmp_path / "c", tmp_path / "out")
 
 
 def _sharded(directory: Path) -> None:
@@ -344,9 +344,9 @@ def test_sharded_along_all_dimensions(
     piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pieces, "PIECE_BYTES", piece)
-    monkeypatch.setattr(export_module, "PIECE_BYTES", piece)
+    monkeypatch.setattr(tensors, "PIECE_BYTES", piece)
     run_ranks(4, _sharded, tmp_path / "c")
-    export(tmp_path / "c", tmp_path / "out")
+    pyckpt.export(tmp_path / "c", tmp_path / "out")
     found = exported(tmp_path / "out")
     assert_same(found, {name: tensor for name, tensor in model().items() if name in found})
     assert len(found) == 5
@@ -367,9 +367,9 @@ def test_boxes_are_the_tensor_in_its_order(shape: tuple[int, ...], limit: int) -
 
 
 def _memory(_pipe: Pipe, directory: Path, format: Any) -> int:
-    export(directory / "small", directory / "warm", format=format)
+    pyckpt.export(directory / "small", directory / "warm", format=format)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    export(directory / "large", directory / "out", format=format, dtype=torch.bfloat16)
+    pyckpt.export(directory / "large", directory / "out", format=format, dtype=torch.bfloat16)
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
 
 

@@ -18,7 +18,7 @@ from pyckpt import Checkpointer
 from pyckpt.errors import Superseded
 from pyckpt.format import commit
 from pyckpt.format.flock import trying
-from pyckpt.train.fence import FOLDER, Fence
+from pyckpt.train.store.fence import FOLDER, Fence
 
 
 def state(value: float) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def _old_job(pipe: Pipe, directory: Path) -> str:
     except Superseded as error:
         return str(error)
     finally:
-        checkpointer._pruner.submit(int).result()
+        checkpointer._pruner.wait()
     return "committed"
 
 
@@ -268,7 +268,7 @@ def test_a_job_that_hung_does_not_destroy_what_its_replacement_saved(
         assert new.restore(state(0)) == 10
         for step in steps:
             new.save(step, state(step)).wait()
-            new._pruner.submit(int).result()
+            new._pruner.wait()
         old.connection.send("go on")
         assert "has begun to save here" in old.receive()
         old.join()
@@ -290,7 +290,7 @@ def test_what_the_old_job_commits_in_between_does_not_count(
             old.save(20, state(-20)).wait()
             new.save(11, state(11)).wait()
             new.save(12, state(12)).wait()
-            new._pruner.submit(int).result()
+            new._pruner.wait()
             assert "another job saved" in caplog.text
             assert str(tmp_path / "step-00000020") in caplog.text
             assert states(tmp_path) == {12: "valid", 20: "valid"}

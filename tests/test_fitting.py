@@ -17,7 +17,7 @@ from torch.optim import AdamW
 
 import pyckpt
 from pyckpt.errors import LoadError
-from pyckpt.train.app_state import AppState
+from pyckpt.train.state.app_state import AppState
 
 
 def save(objects: dict[str, Any], path: Path | str) -> None:

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 import pyckpt
 from pyckpt.errors import CorruptCheckpoint, PyckptError
 from pyckpt.format import metadata as metadata_format
-from pyckpt.train import envelopes
-from pyckpt.train.catalog import NOTE_KEY
+from pyckpt.train.store import envelopes
+from pyckpt.train.store.catalog import NOTE_KEY
 
 # --- one that is damaged does not hide the others ------------------------------------------------
 

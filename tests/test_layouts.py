@@ -14,7 +14,6 @@ from test_export import FORMATS, model, save
 
 import pyckpt
 from pyckpt.layouts import Layout, MetaLlama, TorchtuneLlama
-from pyckpt.train.export import export
 
 DIM, HIDDEN, HEADS, KV_HEADS, LAYERS, VOCABULARY = 32, 48, 4, 2, 2, 50
 HEAD = DIM // HEADS
@@ -125,7 +124,7 @@ def test_transformers_computes_what_the_llama_computed(
         architectures=["LlamaForCausalLM"],
     )
     checkpoint = save(tmp_path / "c", {"model": saved, "other": torch.ones(3)})
-    files = export(
+    files = pyckpt.export(
         checkpoint,
         tmp_path / "out",
         format=format,
@@ -144,7 +143,7 @@ def test_transformers_computes_what_the_llama_computed(
 def test_a_layout_names_what_it_does_not_know(tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "c", {"model": meta_llama() | {"adapter": torch.ones(2)}})
     with pytest.raises(ValueError, match="'adapter' is no part of a Llama as MetaLlama knows it"):
-        export(checkpoint, tmp_path / "out", rename=MetaLlama(heads=HEADS))
+        pyckpt.export(checkpoint, tmp_path / "out", rename=MetaLlama(heads=HEADS))
     assert not list(tmp_path.glob("out/*"))
 
 
@@ -157,7 +156,7 @@ def test_heads_that_cannot_be(heads: int, kv_heads: int | None) -> None:
 def test_rows_that_are_not_those_of_the_heads(tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "c", {"model": meta_llama()})
     with pytest.raises(ValueError, match="cannot be those of 5 heads"):
-        export(checkpoint, tmp_path / "out", rename=MetaLlama(heads=5))
+        pyckpt.export(checkpoint, tmp_path / "out", rename=MetaLlama(heads=5))
 
 
 def test_a_conversion_keeps_shape_and_dtype(tmp_path: Path) -> None:
@@ -173,7 +172,7 @@ def test_a_conversion_keeps_shape_and_dtype(tmp_path: Path) -> None:
 
     checkpoint = save(tmp_path / "c", {"model": {"w": torch.ones(3)}})
     with pytest.raises(ValueError, match=r"torch\.float64 of shape \(3,\) of torch\.float32"):
-        export(checkpoint, tmp_path / "out", rename=Doubled())
+        pyckpt.export(checkpoint, tmp_path / "out", rename=Doubled())
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -183,7 +182,7 @@ def test_renamed_and_left_out(how: str, format: Any, tmp_path: Path) -> None:
     rename: Any = {"half": "a.b", "double": "half"}
     if how == "function":
         rename = lambda name: None if name == "empty" else f"m.{name}"  # noqa: E731
-    [file] = export(checkpoint, tmp_path / "out", format=format, rename=rename)
+    [file] = pyckpt.export(checkpoint, tmp_path / "out", format=format, rename=rename)
     found = load_file(file) if format == "safetensors" else torch.load(file, weights_only=True)
     expected = {
         (rename(name) if how == "function" else rename.get(name, name)): tensor
@@ -197,17 +196,17 @@ def test_renamed_and_left_out(how: str, format: Any, tmp_path: Path) -> None:
 def test_two_tensors_of_one_new_name(tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "c", {"model": model()})
     with pytest.raises(ValueError, match=r"rename makes 'x' of 'model\.\w+' and of 'model\.\w+'"):
-        export(checkpoint, tmp_path / "out", rename={"half": "x", "double": "x"})
+        pyckpt.export(checkpoint, tmp_path / "out", rename={"half": "x", "double": "x"})
     with pytest.raises(ValueError, match="leaves out every tensor"):
-        export(checkpoint, tmp_path / "out", rename=lambda name: None)
+        pyckpt.export(checkpoint, tmp_path / "out", rename=lambda name: None)
 
 
 @pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
 def test_a_checkpoint_that_is_flat(stock: bool, tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "c", model(), stock=stock)
     with pytest.raises(ValueError, match=r"no tensors under 'model'.*key=None exports all"):
-        export(checkpoint, tmp_path / "out")
-    [file] = export(checkpoint, tmp_path / "out", key=None)
+        pyckpt.export(checkpoint, tmp_path / "out")
+    [file] = pyckpt.export(checkpoint, tmp_path / "out", key=None)
     found = load_file(file)
     assert found.keys() == model().keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in model().items())

@@ -169,7 +169,7 @@ def test_longer_list_is_cut(tmp_path: Path) -> None:
     assert (report.kept, report.dropped) == (["l.4"], [])
 
     with pytest.raises(LoadError, match=r"l\.4"):
-        load_stock_file(state, tmp_path, unexpected="report")
+        load_stock_file(state, tmp_path, unexpected="ignore")
 
 
 @pytest.mark.parametrize("local", [[0], [], None, [0] * 7, [{"a": 1}], {}, ONES, 3])
@@ -274,7 +274,7 @@ def test_unexpected_reported_or_refused(tmp_path: Path) -> None:
         return {"m": {"a": torch.zeros(3), "n": None, "l": []}}
 
     state = template()
-    report = load_stock_file(state, tmp_path, unexpected="report")
+    report = load_stock_file(state, tmp_path, unexpected="ignore")
     assert torch.equal(state["m"].pop("a"), ONES)
     assert state == {"m": {"n": None, "l": []}}
     names = ["m.b.c", "m.n.x", "m.l.0", "m.l.1", "m.l.2", "m.l.3.k"]
@@ -547,7 +547,7 @@ def test_report_reads_well() -> None:
         bytes=3_000_000_000,
         seconds=2.0,
     )
-    assert report.gb_per_s == 1.5
+    assert report.gigabytes_per_second == 1.5
     assert str(report).splitlines() == [
         "loaded 11 keys, 3 GB in 2 s (1.50 GB/s)",
         "  1 created: m.b",

@@ -139,3 +139,16 @@ def test_lasting_locks_survive_a_fork(path: Path) -> None:
         if node.value is not None and any(_makes_a_lock(part) for part in ast.walk(node.value))
     ]
     assert not made, f"{path.name} makes locks in lines {made}: use fork_safe_lock"
+
+
+def test_a_latch_wakes_all_who_wait() -> None:
+    latch = locks.Latch()
+    waiting = [threading.Thread(target=latch.wait) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    latch.set()
+    for thread in waiting:
+        thread.join(60)
+        assert not thread.is_alive()
+    latch.set()
+    latch.wait()

@@ -26,7 +26,7 @@ from torchmetrics.wrappers import MetricTracker, MinMaxMetric
 
 import pyckpt
 from pyckpt.errors import LoadError
-from pyckpt.train.app_state import AppState
+from pyckpt.train.state.app_state import AppState
 
 
 class Mean(Metric):

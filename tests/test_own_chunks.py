@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import pyckpt
-from pyckpt.dcp import save_planner
+from pyckpt.dcp import plans
 from pyckpt.errors import LoadError
 
 WHOLE = torch.Size((8, 2))
@@ -36,8 +36,8 @@ WHOLE = torch.Size((8, 2))
 
 @pytest.fixture(autouse=True)
 def _no_plans() -> None:
-    save_planner._known.clear()
-    save_planner._global.clear()
+    plans.known_plans.clear()
+    plans.global_plans.clear()
 
 
 def save(path: Path, state: dict[str, Any]) -> None:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import pickle
 import re
+import subprocess
+import sys
+import typing
+from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -16,18 +23,119 @@ from pyckpt import _C, _build, _extension, errors
 ROOT = Path(pyckpt.__file__).parent
 
 
-def test_public_names() -> None:
-    public = {
-        name
-        for name, value in vars(pyckpt).items()
-        if not name.startswith("_")
-        and getattr(value, "__module__", "").startswith("pyckpt.")
-        and name != "check_extension"
+PUBLIC = ("pyckpt", "pyckpt.errors", "pyckpt.layouts", "pyckpt.merges", "pyckpt.optim")
+PUBLIC += ("pyckpt.profiling",)
+
+
+def module_of(name: str) -> ModuleType:
+    # pyckpt.merges is a name of the package for a module that lies elsewhere.
+    return pyckpt.merges if name == "pyckpt.merges" else importlib.import_module(name)
+
+
+def others(name: str) -> Iterator[ModuleType]:
+    """What a public module may import: what is public in another one."""
+    return (module_of(other) for other in PUBLIC if other not in (name, "pyckpt"))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names(name: str) -> None:
+    """What can be had from a public module, and is neither private nor a module, is in its
+    ``__all__``, and documented."""
+    module = module_of(name)
+    elsewhere = [getattr(other, key) for other in others(name) for key in other.__all__]
+    assert {*dir(module)} >= {*module.__all__}
+    for key in module.__all__:
+        getattr(module, key)  # is imported now, if it was not
+    assert sorted(module.__all__) == sorted(set(module.__all__))
+    found = {
+        key
+        for key, value in vars(module).items()
+        if not key.startswith("_")
+        and not isinstance(value, ModuleType)
+        and getattr(value, "__module__", "").startswith("pyckpt")
+        and value not in elsewhere
     }
-    assert public | {"errors", "layouts", "merges", "optim"} == set(pyckpt.__all__)
-    assert sorted(pyckpt.__all__) == pyckpt.__all__
-    for name in pyckpt.__all__:
-        assert getattr(pyckpt, name).__doc__
+    modules = {key for key in module.__all__ if isinstance(getattr(module, key), ModuleType)}
+    assert found == set(module.__all__) - modules
+    assert all(f"{name}.{key}" in PUBLIC for key in modules)
+    for key in module.__all__:
+        assert getattr(module, key).__doc__, key
+
+
+def returned(function: Any) -> Iterator[type]:
+    """The classes that a function returns, alone or within others."""
+    waiting = [typing.get_type_hints(function).get("return")]
+    while waiting:
+        hint = waiting.pop()
+        waiting += typing.get_args(hint)
+        if isinstance(hint, type):
+            yield hint
+
+
+def test_what_users_are_given_is_public() -> None:
+    public = {
+        value
+        for name in PUBLIC
+        for value in vars(module_of(name)).values()
+        if isinstance(value, type)
+    }
+    missing = set()
+    for thing in {
+        getattr(module_of(name), key) for name in PUBLIC for key in module_of(name).__all__
+    }:
+        functions = [(thing.__name__, thing)]
+        if isinstance(thing, type):
+            functions = [
+                (f"{thing.__name__}.{key}", getattr(value, "fget", value))
+                for cls in thing.__mro__
+                if cls.__module__.startswith("pyckpt")
+                for key, value in vars(cls).items()
+                if not key.startswith("_") and isinstance(value, FunctionType | property)
+            ]
+        for name, function in functions:
+            if isinstance(function, FunctionType):
+                missing |= {
+                    name
+                    for cls in returned(function)
+                    if cls.__module__.startswith("pyckpt") and cls not in public
+                }
+    assert missing == FOR_ADAPTERS
+
+
+FOR_ADAPTERS = {"Engine.native", "PinnedStager.begin"}
+"""What the rooms of the package call on public objects, and nobody else should."""
+
+
+def test_names_are_imported_when_they_are_asked_for() -> None:
+    """What they need takes ten times as long to import as all of pyckpt. Types are known before."""
+    homes = {**pyckpt._HOMES, **pyckpt._MODULES}
+    assert {*homes, "errors", "layouts"} == {*pyckpt.__all__}
+    module = ast.parse((ROOT / "__init__.py").read_text())
+    (typed,) = (
+        node
+        for node in module.body
+        if isinstance(node, ast.If) and "import" in ast.unparse(node)[:40]
+    )
+    known = {
+        alias.name: f"{node.module}.{alias.name}" if alias.name in pyckpt._MODULES else node.module
+        for node in typed.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert known == homes
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        pyckpt.nothing  # type: ignore[attr-defined]  # noqa: B018
+    script = (
+        "import sys, torch; before = {*sys.modules}; import pyckpt;"
+        "print(*({*sys.modules} - before), sep='\\n')"
+    )
+    imported = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert "pyckpt._C" in imported
+    assert not [
+        name for name in imported if name.startswith(("torch.distributed", "torch._dynamo"))
+    ]
 
 
 def test_changelog_has_the_version() -> None:

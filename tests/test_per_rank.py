@@ -16,7 +16,7 @@ from _ranks import RanksFailed, run_ranks
 
 import pyckpt
 from pyckpt.errors import CorruptCheckpoint, LoadError
-from pyckpt.train.app_state import AppState
+from pyckpt.train.state.app_state import AppState
 
 
 class Loader(torch.utils.data.DataLoader[int]):

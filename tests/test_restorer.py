@@ -23,8 +23,9 @@ from _ranks import Pipe, run_child, run_ranks
 import pyckpt
 from pyckpt import Checkpointer
 from pyckpt.errors import CorruptCheckpoint, LoadError, PyckptError
-from pyckpt.train import restorer, transient
-from pyckpt.train.app_state import AppState
+from pyckpt.train import restorer
+from pyckpt.train.state.app_state import AppState
+from pyckpt.train.store import transient
 
 
 class Corpus:

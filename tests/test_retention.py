@@ -18,8 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyckpt
-from pyckpt.train.catalog import NOTE_KEY, REMOVED, Catalog, CheckpointInfo, note, reading
-from pyckpt.train.retention import Protected, Retention, prune, remove, surplus
+from pyckpt.format import commit
+from pyckpt.train.store.catalog import NOTE_KEY, Catalog, CheckpointInfo, note, reading
+from pyckpt.train.store.pruner import Protected, prune
+from pyckpt.train.store.removal import remove
+from pyckpt.train.store.retention import Retention, surplus
 
 
 def checkpoint(step: int, final: bool = False, **metrics: float) -> CheckpointInfo:
@@ -294,7 +297,7 @@ def test_killed_while_it_removes(call: str, after: int, tmp_path: Path) -> None:
 
 def test_a_save_into_what_was_half_removed(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
-    (path / ".metadata").rename(path / REMOVED)
+    (path / ".metadata").rename(path / commit.REMOVED)
     assert states(tmp_path) == {1: "removed"}
     write(tmp_path, 1)
     assert states(tmp_path) == {1: "valid"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemWriter, default_planner
 from torch.distributed.checkpoint.metadata import Metadata
 
 import pyckpt
-from pyckpt.dcp import save_planner
+from pyckpt.dcp import plans
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +29,10 @@ def small_engine() -> Any:
 
 @pytest.fixture(autouse=True)
 def _no_plans() -> Iterator[None]:
-    save_planner._known.clear()
-    save_planner._global.clear()
+    plans.known_plans.clear()
+    plans.global_plans.clear()
     yield
-    assert len(save_planner._known) <= save_planner._PLANS_MAX
+    assert len(plans.known_plans) <= plans.known_plans.most
 
 
 @pytest.fixture
@@ -108,7 +109,9 @@ def test_same_as_stock_at_every_save(
         del plans_made[made:]
         assert described(ours) == described(stock)
         assert returned.state_dict_metadata == metadata_of(ours).state_dict_metadata
-        assert returned.storage_data == metadata_of(ours).storage_data
+        assert type(returned) is Metadata
+        assert returned == metadata_of(ours)
+        assert pickle.loads(pickle.dumps(returned)) == returned
         check_saved(frozen(state), ours)
     assert len(plans_made) == 1
 
@@ -238,7 +241,7 @@ def test_state_dicts_that_take_turns(
 def test_plans_least_recently_used_are_forgotten(
     tmp_path: Path, small_engine: pyckpt.Engine, plans_made: list[int]
 ) -> None:
-    count = save_planner._PLANS_MAX + 3
+    count = plans.known_plans.most + 3
     states = [{"t": torch.rand(k + 1)} for k in range(count)]
     path = tmp_path / "path"
     for _ in range(2):
@@ -248,10 +251,10 @@ def test_plans_least_recently_used_are_forgotten(
     assert len(plans_made) == 2 * count
     save(states[-1], path, pyckpt.SavePlanner(), small_engine)
     assert len(plans_made) == 2 * count
-    for _ in range(save_planner._GLOBAL_PLANS_MAX):
+    for _ in range(plans.global_plans.most):
         states[0]["t"] = torch.rand(states[0]["t"].numel() + 1)
         save(states[0], path, pyckpt.SavePlanner(), small_engine, sync=True)
-    assert len(save_planner._global) == save_planner._GLOBAL_PLANS_MAX
+    assert len(plans.global_plans) == plans.global_plans.most
 
 
 def test_other_writers(tmp_path: Path, small_engine: pyckpt.Engine, plans_made: list[int]) -> None:
@@ -336,8 +339,6 @@ def test_tensors_that_are_more_than_memory_are_planned_anew(
 
 
 def test_pickles_as_its_class() -> None:
-    import pickle
-
     planner = pyckpt.SavePlanner()
     planner.leaves = [torch.rand(3)]
     assert pickle.loads(pickle.dumps(planner)).leaves == []

@@ -309,14 +309,14 @@ def test_groups_take_turns(tmp_path: Path) -> None:
 
 def forgotten_by_coordinator(path: Path) -> None:
     """One save fails, and the next plans anew."""
-    from pyckpt.dcp import save_planner
+    from pyckpt.dcp import plans
 
     state = {"t": torch.rand(3), "own": {f"{dist.get_rank()}": torch.rand(2)}}
     with engine() as own:
         outcomes: list[bool | None] = []  # whether it failed for that reason
         for turn in range(4):
             if turn == 1 and dist.get_rank() == 0:
-                save_planner._global.clear()
+                plans.global_plans.clear()
             writer = writer_to(path / str(turn), engine=own)
             try:
                 dcp.save(state, storage_writer=writer, planner=pyckpt.SavePlanner())

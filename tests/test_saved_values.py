@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 
 import pyckpt
 from pyckpt.errors import CorruptCheckpoint
-from pyckpt.train.app_state import AppState
-from pyckpt.train.catalog import Catalog
+from pyckpt.train.state.app_state import AppState
+from pyckpt.train.store.catalog import Catalog
 
 
 def save(objects: dict[str, Any], path: Path | str) -> None:

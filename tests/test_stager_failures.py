@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import threading
+import weakref
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from _staging import RING, check_saved, engine, frozen, outcome, overwrite, writ
 from torch.distributed.checkpoint import FileSystemWriter
 
 import pyckpt
-from pyckpt.dcp.stager import Staging
+from pyckpt.dcp.stager import default_stager
+from pyckpt.dcp.staging import Staging
 from pyckpt.errors import EngineClosed, StagerBusy
 
 MIB = 1 << 20
@@ -332,3 +334,60 @@ def test_writer_used_for_a_plain_save_after_a_failed_one(
     dcp.save(state, storage_writer=writer)
     check_saved(state, tmp_path)
     holder.release()
+
+
+def test_a_save_that_no_thread_ever_made(tmp_path: Path, tight: pyckpt.Engine) -> None:
+    """DCP found no thread, say: who waits for room is woken when the state dict is dropped, and the
+    memory is given back."""
+    stager = pyckpt.PinnedStager(engine=tight)
+    lost = writer_to(tmp_path / "lost", stager=stager, engine=tight)
+    staged = [lost.stage(large_state())]
+    staging = staged[0].staging
+    waiting = threading.Thread(target=staging.wait_released)
+    waiting.start()
+    assert not staging.released
+    staged.clear()
+    waiting.join(60)
+    assert staging.released
+    assert lost.written.cancelled()
+    state = large_state()
+    writer = writer_to(tmp_path / "next", stager=stager, engine=tight)
+    dcp.async_save(state, storage_writer=writer).result()
+    check_saved(state, tmp_path / "next")
+
+
+def test_a_thread_that_ends_without_a_word(tmp_path: Path, tight: pyckpt.Engine) -> None:
+    """It began two saves, and wrote neither: the first is over when the second begins, the second
+    when the thread ends."""
+    stager = pyckpt.PinnedStager(engine=tight)
+    writers = [writer_to(tmp_path / name, stager=stager, engine=tight) for name in "ab"]
+    staged = [writer.stage({"t": torch.rand(1000)}) for writer in writers]
+
+    def begin() -> None:
+        for writer in writers:
+            writer.storage_meta()
+        assert staged[0].staging.released
+        assert not staged[1].staging.released
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join()
+    staged[1].staging.over.result(60)
+    assert tight.native.arena_used_bytes == 0
+
+
+def test_stagers_of_writers_that_were_given_none(tmp_path: Path) -> None:
+    """One an engine, which it does not keep alive. Engines of equal settings are not the same."""
+    engines = [engine(), engine()]
+    assert engines[0] == engines[1]
+    first, second = (default_stager(own) for own in engines)
+    assert first is not second
+    assert default_stager(engines[0]) is first
+    for own in engines:
+        writer = writer_to(tmp_path, engine=own)
+        dcp.async_save({"t": torch.rand(3)}, storage_writer=writer).result()
+    native = weakref.ref(engines[0].native)
+    del first, second, writer, own
+    engines.clear()
+    gc.collect()
+    assert native() is None

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import pyckpt
-from pyckpt.train.app_state import AppState
+from pyckpt.train.state.app_state import AppState
 
 SAMPLES = 12  # a multiple of every number of ranks
 BEFORE, AFTER = 3, 2

@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import pyckpt
 from pyckpt import _C, guard
-from pyckpt.dcp.stager import Staging
+from pyckpt.dcp.staging import Staging
 
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.SGD, {"momentum": 0.9, "foreach": False}),
@@ -606,11 +606,14 @@ def test_optimizers_that_change_parameters_outside_of_step(tmp_path: Path, wrapp
 
 
 @pytest.fixture
-def unwatched() -> Iterator[None]:
+def unwatched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if nobody had looked at steps yet."""
-    guard.watch.cache_clear()
+    monkeypatch.setattr(guard, "_hooks", ())
+    for done in (guard.watch, guard._hook_torch):
+        done.cache_clear()
     yield
-    guard.watch.cache_clear()
+    for done in (guard.watch, guard._hook_torch):
+        done.cache_clear()
 
 
 @pytest.fixture

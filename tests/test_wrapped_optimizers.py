@@ -16,7 +16,7 @@ from torch.optim import AdamW, Optimizer
 import pyckpt
 from pyckpt import optim
 from pyckpt.errors import LoadError
-from pyckpt.train.app_state import AppState
+from pyckpt.train.state.app_state import AppState
 
 pytestmark = pytest.mark.slow
 

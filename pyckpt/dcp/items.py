@@ -24,22 +24,22 @@ from pyckpt.format.metadata import StorageInfo, storage_info
 
 __all__ = [
     "OPAQUE",
-    "Notes",
+    "FirstWrite",
     "Packed",
     "Place",
     "Raw",
     "add",
     "add_known",
     "expected_size",
-    "notes_of",
+    "first_write_of",
     "places_of",
     "size_of_file",
     "unpack",
     "write_result",
 ]
 
-# What the bytes around a tensor, and the gap before an aligned one, take at most (docs/format.md);
-# for the preallocation, where a little too much is given back at the end.
+# The most that the bytes around a tensor take, and the gap before an aligned one (docs/format.md).
+# For the preallocation: what is too much there is given back at the end.
 _ENVELOPE_BYTES_MAX = 2048
 _GAP_BYTES_MAX = _C.page_bytes
 _ALIGNED_PAYLOAD_MIN = _C.aligned_payload_min_bytes
@@ -154,8 +154,7 @@ def write_result(item: WriteItem, name: str, raw: Raw, place: Place) -> WriteRes
 
 
 class Packed(NamedTuple):
-    """In the place of a rank's write results: what differs from those of the first save of the same
-    plan."""
+    """Stands for a rank's write results: what differs from those of the first save of the plan."""
 
     name: str
     """Of the rank's file."""
@@ -187,8 +186,8 @@ def size_of_file(of_rank: Sequence[WriteResult | Packed]) -> tuple[str, int] | N
     return first.storage_data.relative_path, max(ends)
 
 
-class Notes(NamedTuple):
-    """What a rank remembers of the first save of a plan."""
+class FirstWrite(NamedTuple):
+    """How a rank wrote a plan for the first time, which is how it writes it again."""
 
     raws: list[Raw]
     envelopes: list[_C.Envelope | None]
@@ -196,13 +195,20 @@ class Notes(NamedTuple):
     expected_size: int
 
 
-def notes_of(plan: SavePlan, raws: list[Raw], tensors: Sequence[torch.Tensor | None]) -> Notes:
-    """What to remember of a save that is over."""
+def first_write_of(
+    plan: SavePlan, raws: list[Raw], tensors: Sequence[torch.Tensor | None]
+) -> FirstWrite:
+    """What to remember of a save whose items are all written.
+
+    Args:
+        raws: what `add` returned for each item.
+        tensors: the memory of each item; None for objects.
+    """
     envelopes = [
         None if tensor is None or raw is OPAQUE or not raw.as_planned else _simple_envelope(tensor)
         for raw, tensor in zip(raws, tensors, strict=True)
     ]
-    return Notes(raws, envelopes, expected_size(plan))
+    return FirstWrite(raws, envelopes, expected_size(plan))
 
 
 def _simple_envelope(tensor: torch.Tensor) -> _C.Envelope | None:
@@ -215,14 +221,14 @@ def add_known(
     planner: SavePlanner,
     items: Sequence[WriteItem],
     tensors: list[torch.Tensor | None],
-    notes: Notes,
+    first: FirstWrite,
     settle: Callable[[], None],
 ) -> list[Raw]:
     """Give the items of a plan to the job that a save had before: tensors without Python."""
-    raws = list(notes.raws)
+    raws = list(first.raws)
     done = 0
     while True:
-        done = job.add_tensors(tensors, notes.envelopes, done)
+        done = job.add_tensors(tensors, first.envelopes, done)
         if done == len(items):
             return raws
         raws[done] = add(job, planner, items[done], settle)
@@ -231,8 +237,8 @@ def add_known(
 
 def _info(name: str, raw: Raw, place: Place) -> StorageInfo:
     if not raw.as_planned:
-        # A planner changed the tensor on its way and left the plan as it was. The item itself, like
-        # any that torch.save writes, tells readers what it is.
+        # A planner has changed the tensor after it was planned, and not the plan. So the metadata
+        # is wrong about it. Readers learn what it is from the item itself.
         return StorageInfo(name, place.offset, place.length)
     return storage_info(
         name,

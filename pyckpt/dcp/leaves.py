@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-try:
-    from torch.distributed.checkpoint.protocol import (  # type: ignore[import-not-found]
-        _is_checkpointable_tensor,
-    )
-except ImportError:  # before torch 2.15
-
-    def _is_checkpointable_tensor(value: object) -> bool:
-        return False
-
+from pyckpt.private import AsyncCollectiveTensor, is_checkpointable_tensor
 
 __all__ = [
     "Leaves",
     "copy_object",
     "dtensor_like",
     "is_checkpointable",
+    "is_memory",
     "is_plain_type",
+    "is_sharded_tensor",
     "local_tensor",
     "plans_itself",
     "whole_size",
@@ -65,16 +54,37 @@ def is_plain_type(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
+@lru_cache(maxsize=256)
+def _is_sharded_type(cls: type) -> bool:
+    return any(f"{base.__module__}.{base.__qualname__}" == _SHARDED for base in cls.__mro__)
+
+
+_SHARDED = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Whether a value is a ``ShardedTensor``, which `pyckpt.dcp.sharded_tensors` knows. Told by its
+    class's name, so that nobody imports that module who has none."""
+    cls: Any = type(value)
+    return _is_sharded_type(cls)
+
+
 def plans_itself(value: object) -> bool:
-    """Whether DCP asks the value which parts of what it holds, where for others that follows from
-    the type and the shape. Not of types: any tensor may have such attributes."""
+    """Whether DCP asks the value itself which parts it holds. Of all others, DCP knows that from
+    their type and shape. A question to each value, and not to its type: any tensor may have such
+    attributes."""
     return hasattr(value, "__create_write_items__") or hasattr(value, "global_offsets")
+
+
+def is_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is its elements in memory and nothing more."""
+    return is_plain_type(tensor) and tensor.layout is torch.strided and not plans_itself(tensor)
 
 
 def is_checkpointable(tensor: torch.Tensor) -> bool:
     """Whether this torch takes a tensor for parts of a larger one: a ``CheckpointableTensor``."""
     # Looked at first, since torch takes microseconds for all of them.
-    return hasattr(tensor, "global_offsets") and _is_checkpointable_tensor(tensor)
+    return hasattr(tensor, "global_offsets") and bool(is_checkpointable_tensor(tensor))
 
 
 def whole_size(tensor: torch.Tensor) -> torch.Size:
@@ -132,42 +142,6 @@ class _Wrapped:
     wrap: Callable[[Any, list[torch.Tensor]], Any]
 
 
-def _shards(tensor: ShardedTensor) -> list[torch.Tensor]:
-    return [shard.tensor for shard in tensor.local_shards()]
-
-
-def _like_sharded(tensor: ShardedTensor, parts: list[torch.Tensor]) -> ShardedTensor:
-    # Torch wants each shard where its placement says, and all to be as the properties say.
-    shards = [
-        Shard(part.detach(), _placed_on(part.device, shard.metadata))
-        for part, shard in zip(parts, tensor.local_shards(), strict=True)
-    ]
-    here = {tuple(shard.metadata.shard_offsets): shard.metadata for shard in shards}
-    metadata = tensor.metadata()
-    properties = dataclasses.replace(
-        metadata.tensor_properties,
-        requires_grad=False,
-        pin_memory=any(part.is_pinned() for part in parts),
-    )
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards,
-        sharded_tensor_metadata=dataclasses.replace(
-            metadata,
-            shards_metadata=[
-                here.get(tuple(shard.shard_offsets), shard) for shard in metadata.shards_metadata
-            ],
-            tensor_properties=properties,
-        ),
-        process_group=tensor._process_group,
-    )
-
-
-def _placed_on(device: torch.device, metadata: ShardMetadata) -> ShardMetadata:
-    placement: Any = metadata.placement
-    there = _remote_device(f"rank:{placement.rank()}/{device}")
-    return dataclasses.replace(metadata, placement=there)
-
-
 class Leaves:
     """How to copy the leaves of state dicts of one shape."""
 
@@ -185,19 +159,21 @@ class Leaves:
                         i, lambda t: [local_tensor(t)], lambda t, parts: dtensor_like(t, parts[0])
                     )
                 )
-            elif isinstance(leaf, ShardedTensor):
-                self._wrapped.append(_Wrapped(i, _shards, _like_sharded))
+            elif is_sharded_tensor(leaf):
+                from pyckpt.dcp import sharded_tensors
+
+                self._wrapped.append(_Wrapped(i, sharded_tensors.local_parts, sharded_tensors.like))
             elif plans_itself(leaf):
                 self._with_attributes.append(i)
 
     def sources(self, leaves: list[Any]) -> list[Any]:
-        """The leaves, with the memory of those that are made of others behind them."""
+        """The leaves, and behind them the tensors that wrapping leaves are made of."""
         if not self._wrapped:
             return leaves
         return leaves + [part for leaf in self._wrapped for part in leaf.parts(leaves[leaf.index])]
 
     def sources_wanted(self, leaves: list[Any], wanted: bytes) -> bytes:
-        """The same for a mask of leaves: which sources are wanted."""
+        """Which of the `sources` are wanted, by a mask of the leaves."""
         return wanted + b"".join(
             wanted[leaf.index : leaf.index + 1] * len(leaf.parts(leaves[leaf.index]))
             for leaf in self._wrapped

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
@@ -25,13 +24,16 @@ from pyckpt.collector import collector_paused
 from pyckpt.dcp.failures import Carried, error_of, portable, portable_errors
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.planner import Create, LoadPlanner
+from pyckpt.dcp.reader import DirectReader
 from pyckpt.dcp.renaming import Rename, moved, renamed
 from pyckpt.dcp.report import LoadReport
 from pyckpt.dcp.whole import decode_in_place
+from pyckpt.engine import Engine
 from pyckpt.errors import CheckpointReplaced, LoadError
 from pyckpt.format.paths import paths
+from pyckpt.private import load_state_dict
 
-__all__ = ["load"]
+__all__ = ["load", "load_all"]
 
 _ATTEMPTS = 5  # to load a checkpoint that another process keeps saving over
 
@@ -43,6 +45,8 @@ def load(
     allow: Sequence[Allowed] = (),
     device: torch.device | str = "cpu",
     verify: Literal["items", "none"] = "items",
+    direct: Literal["auto", "require", "off"] = "auto",
+    engine: Engine | None = None,
 ) -> dict[str, Any]: ...
 
 
@@ -52,13 +56,15 @@ def load(
     path: str | os.PathLike[str] | None = None,
     *,
     missing: Literal["error", "keep"] = "error",
-    unexpected: Literal["fill", "report", "error"] = "fill",
+    unexpected: Literal["fill", "ignore", "error"] = "fill",
     mismatched: Literal["error", "keep"] = "error",
     rename: Rename | None = None,
     allow: Sequence[Allowed] = (),
     device: torch.device | str = "cpu",
     create: Create | None = None,
     verify: Literal["items", "none"] = "items",
+    direct: Literal["auto", "require", "off"] = "auto",
+    engine: Engine | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     reader: StorageReader | None = None,
@@ -71,13 +77,15 @@ def load(
     path: str | os.PathLike[str] | None = None,
     *,
     missing: Literal["error", "keep"] = "error",
-    unexpected: Literal["fill", "report", "error"] = "fill",
+    unexpected: Literal["fill", "ignore", "error"] = "fill",
     mismatched: Literal["error", "keep"] = "error",
     rename: Rename | None = None,
     allow: Sequence[Allowed] = (),
     device: torch.device | str = "cpu",
     create: Create | None = None,
     verify: Literal["items", "none"] = "items",
+    direct: Literal["auto", "require", "off"] = "auto",
+    engine: Engine | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     reader: StorageReader | None = None,
@@ -85,33 +93,36 @@ def load(
 ) -> LoadReport | dict[str, Any]:
     """Load a checkpoint into ``state_dict``, in place, and say what was done.
 
-    Given the checkpoint's directory alone, return all that it holds, in dicts and lists as it was
-    saved: tensors whole, on ``device``. Then each process loads for itself, and ``allow``,
-    ``device`` and ``verify`` are all there is to say.
+    As in `torch.distributed.checkpoint.load`, all ranks call this with the same keys, and tensors
+    are loaded into the memory that they have. An entry with ``state_dict`` and ``load_state_dict``
+    methods is asked for its state first, and handed the state back when it is loaded. Unlike there,
+    keys that were saved and that the state lacks are created, and no code of the file is run: see
+    `LoadPlanner`.
 
-    As in `torch.distributed.checkpoint.load`, all ranks call this with the same keys, tensors are
-    loaded into the memory that they have, and an entry with ``state_dict`` and ``load_state_dict``
-    methods is asked for its state first and handed it back when it is loaded. Unlike there, what
-    was saved and is not in the state is created, and nothing of the file is run: see `LoadPlanner`.
+    ``load(path)``, with the checkpoint's directory alone, returns all that the checkpoint holds, in
+    dicts and lists as it was saved, with whole tensors on ``device``. Each process then loads for
+    itself. This form takes ``allow``, ``device``, ``verify``, ``direct`` and ``engine``.
 
     Args:
-        state_dict: what to load, or the directory. Entries that were saved but are not in it stay
-            out.
-        path: the checkpoint's directory. May be left out where ``reader`` knows it.
+        state_dict: what to load, or the directory. Top-level entries of the checkpoint that are not
+            in it are not loaded.
+        path: the checkpoint's directory. It may be left out if ``reader`` knows it.
         missing, unexpected, mismatched, allow, device, create: see `LoadPlanner`.
         rename: called with each key of the checkpoint (``"model.head.weight"``), returns the key
             that it has in the state; the same where it is called the same.
-        verify: "items" checks the CRC-32 of every item that is read whole, "none" does not. A
-            ``reader`` that is passed has its own rules.
+        verify: "items" checks the CRC-32 of every item that is read whole, "none" does not.
+        direct: whether reading bypasses the page cache, as for `DirectReader`.
+        engine: the memory and threads to use; by default those that everyone shares.
         process_group: the ranks that load together, default all.
         no_dist: load in this process alone, whether or not `torch.distributed` is initialised.
-        reader: a StorageReader to use instead of `DirectReader`.
-        trust_metadata: take a ``reader`` that unpickles the checkpoint's metadata as it is, as
-            PyTorch's ``FileSystemReader`` does, which runs whatever code the file holds.
+        reader: a StorageReader to use instead of `DirectReader`. How it verifies and reads is its
+            own affair: ``verify``, ``direct`` and ``engine`` do not count then.
+        trust_metadata: accept a ``reader`` that unpickles the checkpoint's metadata, which runs
+            whatever code the file holds. PyTorch's ``FileSystemReader`` does so.
 
     Returns:
-        What this rank loaded, created, converted, kept and left out; of a directory alone, all of
-        it.
+        A report of what this rank loaded, created, converted, kept and left out; for a directory
+        alone, all that the checkpoint holds.
 
     Raises:
         ValueError: neither path nor reader is given, or a reader that is not to be trusted.
@@ -123,17 +134,15 @@ def load(
         CheckpointReplaced: the checkpoint was saved over while it was loaded, again and again.
     """
     if isinstance(state_dict, str | os.PathLike):
-        from pyckpt.dcp.everything import load_all
-
         if path is not None or reader is not None:
             raise TypeError("load takes a state, and then a path; or a path alone")
-        return load_all(state_dict, allow=allow, device=device, verify=verify)
+        return load_all(
+            state_dict, allow=allow, device=device, verify=verify, direct=direct, engine=engine
+        )
     if reader is None:
         if path is None:
             raise ValueError("load needs a path or a reader")
-        from pyckpt.dcp.reader import DirectReader
-
-        reader = DirectReader(path, verify=verify)
+        reader = DirectReader(path, verify=verify, direct=direct, engine=engine)
     elif _unpickles(reader) and not trust_metadata:
         raise ValueError(
             f"{type(reader).__name__} unpickles the metadata, which runs whatever code "
@@ -161,7 +170,7 @@ def load(
         try:
             # Not dcp.load: it warns, at each call, that it does not use torch.distributed.
             with collector_paused():
-                _load_state_dict(
+                load_state_dict(
                     states,
                     storage_reader=shown,  # type: ignore[arg-type]
                     process_group=process_group,
@@ -175,14 +184,32 @@ def load(
         # Out of the handler, so that DCP's rendering of the same errors is not shown with them.
         if attempt == _ATTEMPTS - 1 or not _is_replaced(failure):
             raise error_of(failure, alone=alone, kind=LoadError, doing="loading")
+    decode_in_place(states)
     for key, value in states.items():
         entry = state_dict[key]
         if _is_stateful(entry):
             entry.load_state_dict(value)
         else:
             state_dict[key] = value
-    decode_in_place(state_dict)
     return _finish(planner.report, reader, time.perf_counter() - start)
+
+
+def load_all(
+    path: str | os.PathLike[str],
+    *,
+    allow: Sequence[Allowed] = (),
+    device: torch.device | str = "cpu",
+    verify: Literal["items", "none"] = "items",
+    direct: Literal["auto", "require", "off"] = "auto",
+    engine: Engine | None = None,
+) -> dict[str, Any]:
+    """What was saved, in dicts and lists as it was then; each process loads for itself."""
+    reader = DirectReader(path, verify=verify, direct=direct, engine=engine)
+    metadata = reader.read_metadata()
+    names = dict.fromkeys(str(path[0]) for path in paths(metadata).values())
+    state: dict[str, Any] = dict.fromkeys(names)
+    load(state, reader=reader, allow=allow, device=device, no_dist=True)
+    return state
 
 
 def _is_replaced(failure: CheckpointException) -> bool:

@@ -14,7 +14,15 @@ from functools import lru_cache
 from pyckpt.dcp.report import some
 from pyckpt.errors import CheckpointReplaced, SaveError
 
-__all__ = ["Part", "Seen", "host_name", "name_ranks", "refuse_mismatch", "refuse_mixture"]
+__all__ = [
+    "Part",
+    "Seen",
+    "Skipped",
+    "host_name",
+    "name_ranks",
+    "refuse_mismatch",
+    "refuse_mixture",
+]
 
 _RANKS_SHOWN = 8
 
@@ -32,8 +40,16 @@ class Part:
     """Which of its saves this is, as the rank counts them."""
     save_id: str
     """What the rank's file is named by."""
-    skip: bool = False
-    """From a rank: it has no memory for this save. From the coordinator: nobody saves."""
+    has_room: bool = True
+    """Whether the rank has memory for this save."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """The coordinator's answer to a rank's `Part` where a rank has no room: nobody saves."""
+
+    save_id: str
+    """Of the part that this answers."""
 
 
 @lru_cache(maxsize=1)

@@ -15,9 +15,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
-from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -27,20 +24,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import (
-    _create_chunk_list,
-    create_read_items_for_chunk_list,
-)
 from torch.distributed.tensor import DTensor
 
 from pyckpt.dcp import objects
-from pyckpt.dcp.leaves import is_checkpointable, whole_size, with_attributes
+from pyckpt.dcp.leaves import is_checkpointable, is_sharded_tensor, whole_size, with_attributes
 from pyckpt.dcp.report import Conversion, LoadReport, Replacement, some
 from pyckpt.dcp.template import Growth, Slot, Template, is_empty, place
 from pyckpt.dcp.whole import KEYS
 from pyckpt.errors import CorruptCheckpoint, LoadError
 from pyckpt.format.paths import path_of, paths
 from pyckpt.locks import fork_safe_lock
+from pyckpt.private import (
+    create_chunk_list,
+    create_read_items_for_chunk_list,
+    narrow_tensor_by_index,
+)
 
 __all__ = ["LoadPlanner"]
 
@@ -69,8 +67,9 @@ class LoadPlanner(DefaultLoadPlanner):
             them all in a `LoadError`, "keep" leaves them as they are. With "keep", lists that are
             longer than saved also keep what they have beyond.
         unexpected: what to do about keys of the checkpoint, in containers that were passed, that
-            the state does not have: "fill" creates them, "report" leaves them out, "error" lists
-            them all in a `LoadError`. Only "fill" changes the structure of the state.
+            the state does not have: "fill" creates them, "ignore" leaves them out and names them in
+            the report, "error" lists them all in a `LoadError`. Only "fill" changes the structure
+            of the state.
         mismatched: what to do about tensors that the checkpoint has in another shape: "error" lists
             them all in a `LoadError`, "keep" leaves them as they are.
         allow: classes and functions, beyond those that ``torch.load(weights_only=True)`` admits,
@@ -88,7 +87,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self,
         *,
         missing: Literal["error", "keep"] = "error",
-        unexpected: Literal["fill", "report", "error"] = "fill",
+        unexpected: Literal["fill", "ignore", "error"] = "fill",
         mismatched: Literal["error", "keep"] = "error",
         allow: Sequence[objects.Allowed] = (),
         device: torch.device | str = "cpu",
@@ -97,8 +96,8 @@ class LoadPlanner(DefaultLoadPlanner):
         super().__init__()
         if missing not in ("error", "keep"):
             raise ValueError(f"missing must be 'error' or 'keep', not {missing!r}")
-        if unexpected not in ("fill", "report", "error"):
-            raise ValueError(f"unexpected must be 'fill', 'report' or 'error', not {unexpected!r}")
+        if unexpected not in ("fill", "ignore", "error"):
+            raise ValueError(f"unexpected must be 'fill', 'ignore' or 'error', not {unexpected!r}")
         self._missing = missing
         if mismatched not in ("error", "keep"):
             raise ValueError(f"mismatched must be 'error' or 'keep', not {mismatched!r}")
@@ -141,9 +140,10 @@ class LoadPlanner(DefaultLoadPlanner):
         self.state_dict = self._template.values
         self.mappings = self._template.paths
         for name, value in self.state_dict.items():
-            if type(value) is ShardedTensor:
-                # Of FSDP1 in two dimensions; without local shards it comes back as nothing.
-                self.state_dict[name] = _flatten_sharded_tensors({name: value}).get(name, value)
+            if is_sharded_tensor(value):
+                from pyckpt.dcp import sharded_tensors
+
+                self.state_dict[name] = sharded_tensors.flattened(name, value)
         self._slots: dict[str, Slot] = dict(self._template.slots)
         self._growth: Growth | None = None
         # Created tensors that are not in the state yet, with the reads they wait for.
@@ -351,13 +351,13 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _local_chunks(self, tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
         if not isinstance(tensor, DTensor):
-            return list(_create_chunk_list(tensor))
+            return list(create_chunk_list(tensor))
         if tensor.device_mesh.get_coordinate() is None:
             return []  # this rank has no part of the tensor
         # Many tensors share few shapes, and DTensor takes long to compute its offsets.
         key = (tensor.shape, id(tensor.device_mesh), tensor.placements)
         if key not in self._chunks:
-            self._chunks[key] = list(_create_chunk_list(tensor))
+            self._chunks[key] = list(create_chunk_list(tensor))
         return self._chunks[key]
 
     # --- reading ------------------------------------------------------------------------------
@@ -426,7 +426,7 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
     # Whoever takes part in DCP's protocols for tensors that know their own chunks.
     return (
         hasattr(tensor, "__create_chunk_list__")
-        or isinstance(tensor, ShardedTensor)
+        or is_sharded_tensor(tensor)
         or is_checkpointable(tensor)
     )
 
@@ -436,16 +436,11 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 
 def _is_meta(name: str, tensor: torch.Tensor) -> bool:
-    if not isinstance(tensor, ShardedTensor):
+    if not is_sharded_tensor(tensor):
         return tensor.is_meta
-    # It does not say so itself.
-    if any(shard.tensor.is_meta for shard in tensor.local_shards()):
-        raise LoadError(
-            f"{name} is a ShardedTensor on the meta device, which has no memory to load into; give "
-            "its shards some first",
-            mismatched=(name,),
-        )
-    return False
+    from pyckpt.dcp import sharded_tensors
+
+    return sharded_tensors.is_meta(name, tensor)
 
 
 def _materialized(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

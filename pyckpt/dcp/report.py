@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from pyckpt.errors import printable
+from pyckpt.printable import printable
 
 __all__ = ["Conversion", "Difference", "LoadReport", "Replacement"]
 
@@ -78,7 +78,7 @@ class LoadReport:
     left_out: list[str] = field(default_factory=list)
     """Keys of the checkpoint under top-level entries that the caller did not pass."""
     unexpected: list[str] = field(default_factory=list)
-    """Keys of the checkpoint, in containers that were passed, left out by ``unexpected="report"``.
+    """Keys of the checkpoint, in containers that were passed, left out by ``unexpected="ignore"``.
     """
     not_verified: list[str] = field(default_factory=list)
     """Keys whose bytes no checksum vouches for: read in part, or by a reader that has none."""
@@ -91,7 +91,7 @@ class LoadReport:
     """Wall-clock time of the whole load."""
 
     @property
-    def gb_per_s(self) -> float:
+    def gigabytes_per_second(self) -> float:
         """Bytes over seconds, in units of 10^9 bytes a second; 0 when nothing was timed."""
         return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
@@ -99,7 +99,7 @@ class LoadReport:
         count = len(self.loaded) + len(self.filled)
         lines = [
             f"loaded {count} {'key' if count == 1 else 'keys'}, {_size(self.bytes)} "
-            f"in {self.seconds:.3g} s ({self.gb_per_s:.2f} GB/s)"
+            f"in {self.seconds:.3g} s ({self.gigabytes_per_second:.2f} GB/s)"
         ]
         for what, names in (
             ("created", self.filled),

@@ -9,30 +9,38 @@ views of the few segments that the copies lie in, or copies where they lie in no
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from pyckpt import _C
 from pyckpt.dcp.leaves import dtensor_like, is_checkpointable, is_plain_type
-from pyckpt.dcp.stager import release_at_thread_end
+from pyckpt.dcp.staging import Staging
 
-if TYPE_CHECKING:
-    from pyckpt.dcp.stager import StagedStateDict
-
-__all__ = ["share"]
+__all__ = ["StagedStateDict"]
 
 
-def share(state_dict: StagedStateDict) -> tuple[Any, ...]:
-    """What pickles in the place of a staged state dict: plain dicts and lists of tensors in shared
-    memory. Waits until the copies are whole. The memory is given back when the thread that calls
-    this, DCP's own for one save, ends."""
-    staging = state_dict.staging
-    release_at_thread_end(staging)
-    staging.staged.result()
-    segments: dict[int, torch.UntypedStorage] = {}
-    return dict, ({key: _shared(value, segments) for key, value in state_dict.items()},)
+class StagedStateDict(dict[str, Any]):
+    """A staged state dict on its way to DCP.
+
+    It pickles as plain dicts and lists of tensors in shared memory, and waits for that until the
+    copies are whole. The memory is given back when the thread that pickles it, DCP's own for one
+    save, ends.
+    """
+
+    def __init__(self, values: dict[str, Any], staging: Staging) -> None:
+        super().__init__(values)
+        self.staging = staging
+
+    def __del__(self) -> None:
+        self.staging.drop()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.staging.take_over()
+        self.staging.settle()
+        segments: dict[int, torch.UntypedStorage] = {}
+        return dict, ({key: _shared(value, segments) for key, value in self.items()},)
 
 
 def _shared(value: Any, segments: dict[int, torch.UntypedStorage]) -> Any:

@@ -7,17 +7,23 @@ from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from pyckpt.dcp.failures import error_of, portable_errors
-from pyckpt.errors import LoadError
+from pyckpt.errors import LoadError, SaveError
+from pyckpt.private import DistWrapper
 
 __all__ = ["together"]
 
 T = TypeVar("T")
 
 
-def together(step: Callable[[], T], *, process_group: dist.ProcessGroup | None, doing: str) -> T:
+def together(
+    step: Callable[[], T],
+    *,
+    process_group: dist.ProcessGroup | None,
+    doing: str,
+    kind: type[LoadError | SaveError] = LoadError,
+) -> T:
     """Take a step on each rank. Collective.
 
     Raises:
@@ -32,9 +38,9 @@ def together(step: Callable[[], T], *, process_group: dist.ProcessGroup | None, 
             results.append(step())
 
     try:
-        _DistWrapper(process_group, True, 0).all_gather(doing, run)
+        DistWrapper(process_group, True, 0).all_gather(doing, run)
     except CheckpointException as error:
         failure = error
     else:
         return results[0]
-    raise error_of(failure, alone=False, kind=LoadError, doing=doing)
+    raise error_of(failure, alone=False, kind=kind, doing=doing)

@@ -6,17 +6,14 @@ import dataclasses
 import errno
 import logging
 import os
-import threading
-from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakSet
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
@@ -25,36 +22,17 @@ from torch.futures import Future as TorchFuture
 
 from pyckpt import _C
 from pyckpt.collector import collector_paused
-from pyckpt.dcp.items import (
-    Notes,
-    Packed,
-    Raw,
-    add,
-    add_known,
-    expected_size,
-    notes_of,
-    places_of,
-    size_of_file,
-    unpack,
-    write_result,
-)
-from pyckpt.dcp.known_planners import KNOWN_PLANNERS, planner_is_known
-from pyckpt.dcp.parts import Part, host_name, refuse_mismatch
-from pyckpt.dcp.save_planner import RESULTS, KnownPlan, PlannedMetadata, SavePlanner
-from pyckpt.dcp.stager import (
-    PinnedStager,
-    StagedStateDict,
-    Staging,
-    default_stager,
-    release_at_thread_end,
-)
+from pyckpt.dcp.commit import DataFile, Destination, describe
+from pyckpt.dcp.committed import refer_to_file
+from pyckpt.dcp.known_planners import planner_is_known
+from pyckpt.dcp.parts import Part, Skipped, host_name, refuse_mismatch
+from pyckpt.dcp.plans import GlobalPlan, global_plan_of
+from pyckpt.dcp.shared import StagedStateDict
+from pyckpt.dcp.stager import PinnedStager, default_stager
+from pyckpt.dcp.staging import Staging
+from pyckpt.dcp.writing import PlannedItems, WriteProgress, tell_fallback
 from pyckpt.engine import Engine, abandoned, default_engine
-from pyckpt.errors import SaveError
 from pyckpt.format import commit
-from pyckpt.format.claim import Claim, turn
-from pyckpt.format.metadata import encode
-from pyckpt.format.template import Template
-from pyckpt.locks import fork_safe_lock
 from pyckpt.statistics import WriteStatistics
 from pyckpt.timeline import named
 
@@ -62,18 +40,9 @@ __all__ = ["DirectWriter"]
 
 _logger = logging.getLogger("pyckpt")
 
-# Commits of one process take turns: a commit and the sweep after it must see no half of another.
-_commit_lock = fork_safe_lock()
-# Data files of saves under way that other saves of this process, into the same directory, must not
-# sweep out. Ranks need no such thing, since their collectives keep their saves apart.
-_unfinished: set[Path] = set()
-# Claims of this process. Only the rank that commits hears how a save ended, and whoever keeps an
-# error keeps the writer that raised it: those of the others may last until the next save.
-_claims: WeakSet[Claim] = WeakSet()
-# Parts that a coordinator has seen. Planners keep plans, with what was in them, and may take one
-# for that of a later save: then the rank's word of that save is not to be had.
+# Parts that a coordinator has seen. A planner may keep a plan, with the part in it, and hand it in
+# again at a later save: that part says nothing of the later save.
 _seen: WeakSet[Part] = WeakSet()
-_devices_told: set[int] = set()  # of which the log said that they do not do direct I/O
 
 
 class DirectWriter(StorageWriter):
@@ -89,20 +58,21 @@ class DirectWriter(StorageWriter):
     committed. Each rank writes one file; all bytes are checksummed.
 
     Args:
-        path: directory of the checkpoint; it and those above it are made where missing. May be left
-            out where ``checkpoint_id`` is given to ``dcp.save``.
-        overwrite: whether a checkpoint in the directory may be replaced; if not, saving raises
-            ``FileExistsError``.
-        sync_files: wait until everything is durable (fsync) before a save counts as done. Without,
-            a power failure may leave a checkpoint that looks complete and is not.
-        direct: ``"auto"`` bypasses the page cache where the file system can and says so in the log
-            where it cannot; ``"require"`` raises ``OSError`` there; ``"off"`` never bypasses it.
-        stager: what asynchronous saves copy the state with; by default one that knows of no
+        path: directory of the checkpoint. A save makes it, and directories above it, where they are
+            missing. May be left out if ``checkpoint_id`` is given to ``dcp.save``.
+        overwrite: whether a save may replace a checkpoint that is in the directory. If not, such a
+            save raises ``FileExistsError``.
+        sync_files: whether a save counts as done only when everything is durable (fsync). If not, a
+            power failure may leave a checkpoint that looks complete and is not.
+        direct: whether writes bypass the page cache. ``"auto"``: on file systems that can; on
+            others the log says that they do not. ``"require"``: a save raises ``OSError`` on file
+            systems that cannot. ``"off"``: never.
+        stager: what copies the state for asynchronous saves. By default a stager that knows of no
             optimizers, so that all is copied before ``async_save`` returns.
-        engine: the memory and threads to use; by default those that all writers share.
+        engine: the memory and threads to use; by default the engine that all writers share.
 
     Raises:
-        ValueError: ``path`` is a URL, or ``direct`` none of the three.
+        ValueError: ``path`` is a URL, or ``direct`` is none of the three.
 
     Errors of a save are ``OSError`` with errno and path, wrapped by DCP in ``CheckpointException``.
     An instance may be reused, for one save at a time.
@@ -134,22 +104,22 @@ class DirectWriter(StorageWriter):
         self._number = 0  # of the save, counting those that were called for
         self._is_counted = False
         self._parts: dict[int, Part] = {}  # of the ranks, as far as the coordinator knows
-        self._job: _C.WriteJob | None = None
-        self._data_file: Path | None = None
-        self._claim: Claim | None = None
+        self._progress = WriteProgress()
+        self._data_file: DataFile | None = None
         self._stager = stager
         self._staging: Staging | None = None
         self._skips = False
+        self._plan: GlobalPlan | None = None  # of the save, on the rank that commits
         self.staged: Future[None] = Future()
-        """Of the last asynchronous save: done when the state was copied."""
+        """Of the last asynchronous save: done when the state is copied."""
         self.written: Future[None] = Future()
-        """The same: done when this rank's file is complete, and durable; cancelled where the save
-        failed before it came to that, and where another process made it. The future that DCP gives
-        is done when the checkpoint is committed."""
+        """Of the last asynchronous save: done when this rank's file is complete, and durable.
+        Cancelled if the save failed before this rank wrote, or if another process makes the save.
+        (The future that DCP returns is done when the checkpoint is committed.)"""
 
     _is_fenced = False
-    """Whether a class made from this one sees to it that no other process saves where it does, so
-    that nobody has to wait for one that hangs."""
+    """Whether a class made from this one keeps other processes from saving into the directory. Then
+    no save waits for another process's lock, which may hang."""
 
     @property
     def path(self) -> Path:
@@ -165,16 +135,15 @@ class DirectWriter(StorageWriter):
 
     @property
     def save_id(self) -> str:
-        """What DCP calls the last save by, or the one under way; it is in the name of each rank's
-        file."""
+        """DCP's name of the save that is under way, or else of the last one. Each rank's file has
+        the rank's own in its name."""
         return self._save_id
 
     @property
     def statistics(self) -> WriteStatistics | None:
-        """Of this rank's part of the save that runs, or ran last; None before the first. May be
-        read from any thread."""
-        job = self._job
-        return None if job is None else WriteStatistics.of(job.statistics())
+        """Of this rank's part of the save that is under way, or else of the last one; None before
+        the first. May be read from any thread."""
+        return self._progress.statistics
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -195,7 +164,7 @@ class DirectWriter(StorageWriter):
         return self._synchronize_after_execute
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Begin to copy a state; see `PinnedStager`. What is returned is for this writer alone: its
+        """Begin to copy a state; see `PinnedStager`. Only this writer may use what is returned: its
         memory fills while DCP plans.
 
         Raises:
@@ -205,7 +174,8 @@ class DirectWriter(StorageWriter):
         Ranks must not part ways: where there are several, these errors come from
         `prepare_local_plan`, so that they travel with DCP's collectives.
         """
-        # First of all: a rank that fails to begin this save is not to take the next one for it.
+        # First of all, so that a rank that fails to begin this save counts it, too. The next save
+        # has the same number on all ranks then.
         self._number += 1
         self._is_counted = True
         stager = default_stager(self._engine) if self._stager is None else self._stager
@@ -214,26 +184,31 @@ class DirectWriter(StorageWriter):
         self.staged = Future()
         self.written = Future()
         staging, copies = stager.begin(state_dict, direct=True)
-        if stager.when_busy == "error" and staging.busy is not None and not _has_company():
-            staging.release()
-            raise staging.busy
+        if not _has_company():
+            try:
+                staging.raise_refusal()
+            except BaseException:
+                staging.release()
+                raise
         self._staging = staging
         staging.staged.add_done_callback(partial(_pass_on, self.staged))
         # Nothing was written by then: the save failed before, or another process made it.
-        staging.on_release = self.written.cancel
+        staging.over.add_done_callback(partial(_cancel, self.written))
         return StagedStateDict(copies, staging)
 
     def synchronize_staging(self) -> None:
-        """Wait for what an asynchronous save reads from where it is, because it found no room in
-        the engine's memory, and which may change before the next step."""
-        if self._staging is not None and self._staging.streams_volatile:
-            self._staging.wait_released()
+        """Wait for the save if it reads tensors from where they are, for want of room in the
+        engine's memory, and something else than an optimizer's step may change them."""
+        staging = self._staging
+        if staging is not None:
+            staging.wait_volatile()
 
     def wait_staged(self) -> None:
         """Make what the program does next wait until it may change the state; for programs that
         change parameters without ``optimizer.step()``. See ``PinnedStager.wait_staged``."""
-        if self._staging is not None:
-            self._staging.guard()
+        staging = self._staging
+        if staging is not None:  # nor is it to go in between, in the thread that saves
+            staging.guard()
 
     def close(self) -> None:
         """For DCP, which closes its stagers. There is nothing to close."""
@@ -242,10 +217,10 @@ class DirectWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         self._take_over()
-        # Planners see tensors before they are given to this writer, and may do with them what they
-        # like; but those that we know leave them alone.
+        # A planner sees the tensors before this writer does, and may do anything with them. The
+        # planners that we know leave them alone.
         if self._staging is not None and not planner_is_known(self):
-            self._settle()
+            self._staging.settle()
         # A string: paths pickle under a name that differs between versions of Python.
         return StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
 
@@ -256,41 +231,35 @@ class DirectWriter(StorageWriter):
 
     def _take_over(self) -> None:
         """In the first calls on the thread that saves."""
-        staging = self._staging
-        if staging is None:
-            return
-        if staging.released or staging.save_thread not in (None, threading.current_thread()):
-            # Of an asynchronous save before this one, which failed before it wrote, or is that of
-            # the process that this one was forked from.
-            staging.release()
+        if self._staging is not None and not self._staging.take_over():
             self._staging = None
-        else:
-            release_at_thread_end(staging)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._rank = kwargs.get("rank") or 0
         self._use_collectives = kwargs.get("use_collectives", True)
         # DCP calls `reset` for some saves only, and a name must never come twice.
         self._save_id = commit.new_save_id()
-        self._forget_data_file()
+        if self._data_file is not None:
+            self._data_file.let_go()
         self._data_file = None
         self._alone = False
         self._is_coordinator = is_coordinator
         self._number += not self._is_counted
         self._is_counted = False
         self._parts = {}
+        self._plan = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         staging = self._staging
         if staging is not None:
-            staging.stager.raise_failure()
-            if staging.busy is not None and staging.stager.when_busy == "error":
-                raise staging.busy
-        commit.make_directory(self.path, sync=self.sync_files and self._commits)
-        self._release_claims()
-        if self._commits:
-            self._sweep_remains()
-        metadata = self.path / self._metadata_name()
+            staging.raise_refusal()
+        destination = self._destination
+        commits = self._is_coordinator or not self._use_collectives
+        commit.make_directory(self.path, sync=self.sync_files and commits)
+        destination.release_claims()
+        if commits:
+            destination.sweep_remains(self._before_sweep)
+        metadata = self.path / destination.metadata_name
         if not self._use_collectives and (self.path / commit.metadata_name()).exists():
             _logger.warning(
                 "%s: a checkpoint that was saved with collectives is there, and DCP loads that one "
@@ -302,7 +271,7 @@ class DirectWriter(StorageWriter):
                 errno.EEXIST, "a checkpoint is there already, and overwrite=False", str(metadata)
             )
         if staging is not None and not self._is_coordinator:
-            staging.end_planning()
+            staging.end_planning()  # it waits for the coordinator now
         part = Part(
             rank=self._rank,
             host=host_name(),
@@ -310,36 +279,35 @@ class DirectWriter(StorageWriter):
             inode=os.stat(self.path).st_ino,
             number=self._number,
             save_id=self._save_id,
-            skip=staging is not None and staging.busy is not None,
+            has_room=staging is None or staging.has_room,
         )
         return _with_part(plan, part)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        if self._staging is not None:
-            self._staging.end_planning()
         self._alone = len(plans) == 1
         parts = [_part_of(plan) for plan in plans]
         self._parts = {part.rank: part for part in parts if part is not None and part not in _seen}
         _seen.update(self._parts.values())
         if self._parts:
             refuse_mismatch(list(self._parts.values()))
-        self._skips = any(part.skip for part in self._parts.values())
+        self._plan = global_plan_of(plans)
+        self._skips = not all(part.has_room for part in self._parts.values())
         if self._skips:
             # Where one rank has no memory for a save, none of them saves.
             plans = [
-                plan if part is None else _with_part(plan, dataclasses.replace(part, skip=True))
+                plan
+                if part is None
+                else dataclasses.replace(plan, storage_data=Skipped(part.save_id))
                 for plan, part in zip(plans, parts, strict=True)
             ]
         return plans
 
     def _is_skipped(self, plan: SavePlan) -> bool:
-        part = _part_of(plan)
-        # A planner may have kept that of another save.
-        if part is not None and part.save_id == self._save_id and part.skip:
+        # A planner may have kept the answer to another save.
+        if plan.storage_data == Skipped(self._save_id):
             return True
-        staging = self._staging
-        if staging is not None and staging.busy is not None:
-            raise staging.busy  # nothing was copied, and the planner lost the word of it
+        if self._staging is not None:
+            self._staging.require_copies()  # the planner may have lost the coordinator's answer
         return False
 
     def write_data(
@@ -348,7 +316,9 @@ class DirectWriter(StorageWriter):
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         staging = self._staging
         if staging is not None:
-            staging.end_planning()  # where it did not come by `prepare_global_plan`
+            # Not before: what DCP made for the global plan alone is gone by now, and the collector
+            # begins with a look at all that was made since its pause began.
+            staging.end_planning()
         try:
             if self._is_skipped(plan):
                 _logger.warning("%s: not saved, since earlier saves hold the memory", self.path)
@@ -360,145 +330,71 @@ class DirectWriter(StorageWriter):
         except BaseException as error:
             if abandoned():
                 _logger.error("%s: this save was lost: the program ended before it", self.path)
-            if staging is not None:
-                staging.stager.keep_failure(error)
-                staging.shape.plan = None
-                self.written.set_exception(error)
+            self._end_staging(error)
             raise
-        else:
-            if staging is not None:
-                self.written.set_result(None)
-        finally:
-            if staging is not None:
-                staging.release()
-                self._staging = None
+        self._end_staging(None)
         return future
+
+    def _end_staging(self, error: BaseException | None) -> None:
+        """This rank has read its copies, or failed."""
+        staging, self._staging = self._staging, None
+        if staging is None:
+            return
+        if error is None:
+            self.written.set_result(None)
+        else:
+            staging.fail(error)
+            self.written.set_exception(error)
+        staging.release()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         if self._skips:
             return
+        destination, own = self._destination, self._data_file
         try:
             with collector_paused():
-                data, files = self._describe(metadata, results)
-            with _commit_lock, self._turn(), named("commit", len(data)):
-                self._look_for_files(results)
-                self._commit(data, files)
-        finally:
-            self._forget_data_file()
-        if isinstance(metadata, PlannedMetadata):
-            metadata.committed = os.fspath(self.path / self._metadata_name())
-
-    def _describe(
-        self, metadata: Metadata, results: Sequence[Sequence[WriteResult | Packed]]
-    ) -> tuple[bytes, set[str]]:
-        """The ``.metadata`` of the save, and the names of its files."""
-        planned = metadata if isinstance(metadata, PlannedMetadata) else None
-        before: Results | None = None if planned is None else planned.notes.get(RESULTS)
-        if planned is not None and before is not None:
-            # A rank that writes nothing says nothing.
-            packed = [of_rank[0] if of_rank else Packed("", b"") for of_rank in results]
-            ranks = [of_rank for of_rank in packed if isinstance(of_rank, Packed)]
-            if len(ranks) == len(packed):
-                data = before.template(planned).fill(
-                    str(self.path),
-                    self._save_id,
-                    [of_rank.name for of_rank in ranks],
-                    [of_rank.places for of_rank in ranks],
+                data, files = describe(
+                    metadata, results, self._plan, path=self.path, save_id=self._save_id
                 )
-                if data is not None:
-                    return data, {of_rank.name for of_rank in ranks} - {""}
-        full = [list(_unpacked(of_rank, rank, before)) for rank, of_rank in enumerate(results)]
-        if planned is not None:
-            planned.notes[RESULTS] = Results(full)
-            metadata = Metadata(planned.state_dict_metadata, planned.planner_data)
-        metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = {
-            result.index: result.storage_data for of_rank in full for result in of_rank
-        }
-        metadata.storage_meta = StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
-        return encode(metadata), {info.relative_path for info in metadata.storage_data.values()}
-
-    def _release_claims(self) -> None:
-        here = os.path.realpath(self.path)
-        for claim in list(_claims):
-            if claim.path not in _unfinished and os.path.realpath(claim.path.parent) == here:
-                claim.release()
-
-    def _sweep_remains(self) -> None:
-        """Make room: remove what earlier saves that failed left, of all ranks, before any rank of
-        this save writes."""
-        with _commit_lock, self._turn():
-            self._before_sweep()
-            commit.begin_save(
-                self.path, self._unfinished_names(), sync=self.sync_files, rank=self._own_rank()
+            destination.commit(
+                data,
+                files,
+                check=lambda: destination.look_for_files(results, self._parts, own),
+                before_rename=self._before_commit,
             )
+        finally:
+            if own is not None:
+                own.let_go()
+        plan, self._plan = self._plan, None
+        if plan is not None and plan.is_plan_of(metadata):
+            refer_to_file(metadata, self.path / destination.metadata_name)
 
     @property
-    def _commits(self) -> bool:
-        return self._is_coordinator or not self._use_collectives
-
-    def _own_rank(self) -> int | None:
-        """The rank whose files this process may remove; None for all."""
-        return None if self._use_collectives else self._rank
-
-    def _unfinished_names(self) -> set[str]:
-        here = os.path.realpath(self.path)
-        others = tuple(_unfinished)
-        return {path.name for path in others if os.path.realpath(path.parent) == here}
-
-    def _look_for_files(self, results: Sequence[Sequence[WriteResult | Packed]]) -> None:
-        """Check that the files of all ranks are where this one sees them, before they count. No
-        cache says what is not so: nobody on this machine has looked for these names before."""
-        for rank, of_rank in enumerate(results):
-            named = size_of_file(of_rank)
-            if named is None:
-                continue
-            name, size = named
-            try:
-                found: int | None = os.stat(self.path / name).st_size
-            except FileNotFoundError:
-                found = None
-            if found is not None and found >= size:
-                continue
-            if self.path / name == self._data_file and found is None:
-                raise FileNotFoundError(
-                    errno.ENOENT, "removed before its save was committed", str(self._data_file)
-                )
-            part = self._parts.get(rank)
-            where = "" if part is None else f" ({part.host}), into {part.path}"
-            raise SaveError(
-                f"rank {rank} wrote {size} bytes to {name}{where}; "
-                f"rank {self._rank} ({host_name()}), which commits, "
-                f"{'does not see that file' if found is None else f'sees {found} bytes of it'} "
-                f"in {self.path}. All ranks must save into one directory, on a file system that "
-                "they share; nothing was committed"
-            )
-
-    def _commit(self, data: bytes, files: set[str]) -> None:
-        name = self._metadata_name()
-        commit.commit_metadata(
-            self.path, name, data, sync=self.sync_files, before_rename=self._before_commit
-        )
-        commit.remove_unnamed(
-            self.path,
-            files | self._unfinished_names(),
-            committed=name,
-            rank=self._own_rank(),
+    def _destination(self) -> Destination:
+        return Destination(
+            path=self.path,
+            rank=self._rank,
+            each_commits=not self._use_collectives,
+            sync=self.sync_files,
+            is_fenced=self._is_fenced,
         )
 
     def _before_commit(self) -> None:
-        """Called by the rank that commits, right before its rename makes the save count, and while
-        no other commit of this process is under way. What it raises fails the save, on all ranks,
-        and leaves the checkpoint that was there. For classes made from this one."""
+        """For classes made from this one. Called on the rank that commits, right before the rename
+        that makes the save count, and while no other commit of this process is under way. What it
+        raises fails the save on all ranks; the checkpoint that was there stays."""
 
     def _before_sweep(self) -> None:
-        """The same, before it looks for what earlier saves left, and removes that."""
+        """For classes made from this one. Called on the rank that commits, before it removes what
+        earlier saves that failed have left. What it raises fails the save on all ranks."""
 
     # For those who make saves without DCP's `async_save`.
 
     def close_save(self) -> None:
-        """Let go of what the save held. Where its thread ends and the writer goes, that does it."""
-        self._forget_data_file()
+        """Let go of what the save held. Call it when the save is over, if the thread that saved
+        goes on. (DCP has a thread for each save: that lets go when it ends.)"""
+        if self._data_file is not None:
+            self._data_file.let_go()
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.release()
@@ -509,113 +405,54 @@ class DirectWriter(StorageWriter):
         commits."""
         return {commit.data_file_name(rank, part.save_id) for rank, part in self._parts.items()}
 
-    def _turn(self, *, shared: bool = False) -> AbstractContextManager[None]:
-        # Where each rank commits for itself, none removes what is not its own.
-        alone = self._is_fenced or not self._use_collectives
-        return nullcontext() if alone else turn(self.path, shared=shared)
-
-    def _forget_data_file(self) -> None:
-        claim, self._claim = self._claim, None
-        if claim is not None:
-            claim.release()
-        if self._data_file is not None:
-            _unfinished.discard(self._data_file)
-
-    def _metadata_name(self) -> str:
-        return commit.metadata_name(None if self._use_collectives else self._rank)
-
     def _write(self, plan: SavePlan, planner: StockSavePlanner) -> list[WriteResult]:
         if not plan.items:
-            self._check_copies()  # nothing of them is written, but this rank's save has failed
+            self._check_copies()  # this rank writes none of them, and fails if they have failed
             return []
-        engine = default_engine() if self._engine is None else self._engine
         name = commit.data_file_name(self._rank, self._save_id)
-        self._data_file = self.path / name
-        if self._alone:
-            _unfinished.add(self._data_file)
+        self._data_file = file = DataFile(self.path / name, shared=not self._alone)
+        self._progress.items = plan.items
+        items = PlannedItems(plan, planner, self._staging)
         try:
-            # Not of a class made from it, which may resolve items to something else.
-            ours = planner if type(planner) is SavePlanner else None
-            known = None if ours is None else ours.known
-            notes: Notes | None = None if known is None else known.notes.get(_NOTES)
-            expected = expected_size(plan) if notes is None else notes.expected_size
-            with self._turn(shared=True):
-                self._job = job = _C.WriteJob(
-                    engine.native,
-                    os.fsencode(self._data_file),
-                    direct=self.direct,
-                    sync=self.sync_files,
-                    preallocate=expected,
-                )
-                try:
-                    if not self._is_fenced:
-                        self._claim = Claim(self._data_file)
-                        _claims.add(self._claim)
-                except BaseException:
-                    job.abandon()
-                    raise
+            job = self._create(file, items.expected_size)
             try:
-                raws = self._add_items(job, plan, planner, notes)
+                items.add_to(job)
                 places = job.finish()
                 self._check_copies()
             finally:
                 job.abandon()
         except BaseException:
-            self._forget_data_file()
+            file.let_go()
             # The job removes its file, unless it was through with it. The first error counts.
             with suppress(OSError):
-                self._data_file.unlink()
+                file.path.unlink()
             raise
-        self._tell_fallback(job)
-        if ours is not None and notes is not None and ours.settled and raws == notes.raws:
-            # To DirectWriter.finish, which knows what to make of it.
-            return [Packed(name, places)]  # type: ignore[list-item]
-        with collector_paused():
-            if ours is not None and known is not None and notes is None:
-                known.notes[_NOTES] = notes_of(plan, raws, ours.tensors())
-                self._learn(known)
-            return [
-                write_result(item, name, raw, place)
-                for item, raw, place in zip(plan.items, raws, places_of(places), strict=True)
-            ]
+        tell_fallback(self.path, job.statistics().fallback_reason)
+        return items.results(name, places, learn=self._use_collectives and not self._alone)
 
-    def _add_items(
-        self, job: _C.WriteJob, plan: SavePlan, planner: StockSavePlanner, notes: Notes | None
-    ) -> list[Raw]:
-        if notes is not None and isinstance(planner, SavePlanner):
-            tensors = planner.tensors()
-            return add_known(job, planner, plan.items, tensors, notes, self._settle)
-        if type(planner) not in KNOWN_PLANNERS:
-            self._settle()
-        return [add(job, planner, item, self._settle) for item in plan.items]
-
-    def _learn(self, known: KnownPlan) -> None:
-        """Stage no more, from the next save on, than what this rank writes."""
-        if self._staging is not None and self._use_collectives and not self._alone:
-            self._staging.shape.plan = known
-
-    def _settle(self) -> None:
-        """Wait until staged memory may be read."""
-        if self._staging is not None:
-            self._staging.staged.result()
+    def _create(self, file: DataFile, expected: int) -> _C.WriteJob:
+        """Make the file, with room for that many bytes, and claim it before others sweep."""
+        engine = default_engine() if self._engine is None else self._engine
+        with self._destination.turn(shared=True):
+            self._progress.job = job = _C.WriteJob(
+                engine.native,
+                os.fsencode(file.path),
+                direct=self.direct,
+                sync=self.sync_files,
+                preallocate=expected,
+            )
+            try:
+                if not self._is_fenced:
+                    file.claim()
+            except BaseException:
+                job.abandon()
+                raise
+        return job
 
     def _check_copies(self) -> None:
         """Raise where the copies turned out not to be the state at the call."""
         if self._staging is not None:
             self._staging.check()
-
-    def _tell_fallback(self, job: _C.WriteJob) -> None:
-        reason = job.statistics().fallback_reason
-        if not reason:
-            return
-        device = os.stat(self.path).st_dev
-        if device not in _devices_told:
-            _devices_told.add(device)
-            _logger.warning(
-                "%s: the file system refused direct I/O (%s); saves go through the page cache",
-                self.path,
-                reason,
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         # A writer crosses to DCP's background process as its settings.
@@ -623,44 +460,14 @@ class DirectWriter(StorageWriter):
         return {
             **self.__dict__,
             **futures,
-            "_job": None,
+            "_progress": WriteProgress(),
             "_data_file": None,
             "_staging": None,
-            "_claim": None,
+            "_plan": None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, staged=Future(), written=Future())
-
-
-def _unpacked(
-    of_rank: Sequence[WriteResult | Packed], rank: int, before: Results | None
-) -> Iterator[WriteResult]:
-    for result in of_rank:
-        if isinstance(result, Packed):
-            assert before is not None  # or else the planner would not have called it settled
-            yield from unpack(result, before.results[rank])
-        else:
-            yield result
-
-
-_NOTES = "DirectWriter"
-
-
-class Results:
-    """What all ranks wrote in the first save of a plan."""
-
-    def __init__(self, results: list[list[WriteResult]]) -> None:
-        self.results = results
-        self._template: Template | None = None
-
-    def template(self, metadata: PlannedMetadata) -> Template:
-        """For the ``.metadata`` of further saves; made when there is one."""
-        if self._template is None:
-            stock = Metadata(metadata.state_dict_metadata, metadata.planner_data)
-            stock.version = CURRENT_DCP_VERSION
-            self._template = Template(stock, self.results)
-        return self._template
 
 
 def _part_of(plan: SavePlan) -> Part | None:
@@ -682,6 +489,10 @@ def _pass_on(to: Future[None], done: Future[None]) -> None:
         to.set_result(None)
     else:
         to.set_exception(error)
+
+
+def _cancel(written: Future[None], over: Future[None]) -> None:
+    written.cancel()
 
 
 def _directory(path: str | os.PathLike[str]) -> Path:

@@ -13,7 +13,6 @@ from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from pyckpt import _C
 from pyckpt.format.paths import check_paths
+from pyckpt.private import StorageInfo
 
 __all__ = ["check"]
 
@@ -36,7 +36,7 @@ _PACKED_MAX = 64
 _PACKED_FREE = 1 << 20
 
 _OURS = {"crc32", "payload_offset", "payload_length"}
-_Places = dict[tuple[str, torch.Size | None], _StorageInfo]
+_Places = dict[tuple[str, torch.Size | None], StorageInfo]
 
 
 def check(metadata: Any) -> None:
@@ -71,7 +71,7 @@ def _places(storage_data: Any) -> _Places:
     places: _Places = {}
     names: set[str] = set()
     for index, info in _dict(storage_data if storage_data is not None else {}).items():
-        if type(index) is not MetadataIndex or type(info) is not _StorageInfo:
+        if type(index) is not MetadataIndex or type(info) is not StorageInfo:
             _malformed(f"a {type(index).__name__} is stored in a {type(info).__name__}")
         key, offsets = index.fqn, index.offset
         if type(key) is not str or (offsets is not None and type(offsets) is not torch.Size):

@@ -29,7 +29,6 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -45,6 +44,7 @@ from pyckpt.errors import CorruptCheckpoint, UnsafeCheckpoint
 from pyckpt.format.checks import check
 from pyckpt.format.files import open_regular, read_regular
 from pyckpt.format.sealed import Sealed, scan
+from pyckpt.private import StorageInfo
 
 __all__ = [
     "MAGIC",
@@ -68,9 +68,6 @@ _NAME_SHOWN = 200
 _TRAILER = struct.Struct("<8sQI")
 
 
-StorageInfo = _StorageInfo
-"""DCP's record of where an item lies: ``relative_path``, ``offset`` and ``length``."""
-
 # --- writing --------------------------------------------------------------------------------------
 
 
@@ -83,7 +80,7 @@ def storage_info(
     payload_offset: int,
     payload_length: int,
     payload_stride: tuple[int, ...] | None = None,
-) -> _StorageInfo:
+) -> StorageInfo:
     """Say where an item lies: stock's record, plus what pyckpt needs to read it directly.
 
     Args:
@@ -96,7 +93,7 @@ def storage_info(
             is a payload as a whole: offset 0, all its length.
         payload_stride: strides in elements, given only where the payload is not in row-major order.
     """
-    info = _StorageInfo(relative_path, offset, length)
+    info = StorageInfo(relative_path, offset, length)
     extra = info.__dict__
     extra["crc32"] = crc32
     extra["payload_offset"] = payload_offset
@@ -258,7 +255,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     (_DCP, "_MEM_FORMAT_ENCODING"): _MemFormat,
     (_SHARD, "TensorProperties"): _Properties,
     (_SHARD, "MEM_FORMAT_ENCODING"): _MemFormat,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _stand_in(_StorageInfo),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _stand_in(StorageInfo),
     ("torch.serialization", "_get_layout"): _Layout,
     ("builtins", "getattr"): _Getattr,
     ("collections", "OrderedDict"): _Dict,

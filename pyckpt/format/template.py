@@ -20,13 +20,13 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
 from pyckpt import _C
 from pyckpt.collector import collector_paused
 from pyckpt.format.metadata import dumps, seal
+from pyckpt.private import StorageInfo
 
 __all__ = ["Template"]
 
@@ -115,15 +115,15 @@ class Template:
         return seal(bytes(body))
 
 
-def _values(info: _StorageInfo) -> list[int]:
+def _values(info: StorageInfo) -> list[int]:
     known = {"payload_offset": 0, "payload_length": info.length, "crc32": 0, **vars(info)}
     return [known[field] for field in _FIELDS]
 
 
-def _with_room(info: _StorageInfo, first: int) -> tuple[_StorageInfo, list[int]]:
+def _with_room(info: StorageInfo, first: int) -> tuple[StorageInfo, list[int]]:
     """A record with large numbers for those that may change, and which of its fields they are.
     ``first`` is the first of the five large numbers."""
-    roomy = _StorageInfo(info.relative_path, first, info.length)
+    roomy = StorageInfo(info.relative_path, first, info.length)
     is_object = vars(info).get("payload_length", info.length) == info.length
     at = [0, _KEPT, _KEPT, _KEPT, _KEPT]
     if is_object:

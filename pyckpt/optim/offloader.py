@@ -323,7 +323,7 @@ def _hook_steps() -> None:
     guard.before_steps(_before_step)
 
 
-def _before_step(optimizer: object, _args: object, _kwargs: object) -> None:
+def _before_step(optimizer: object) -> None:
     for ref in _guarding.valuerefs():
         offloader = ref()
         if offloader is not None:

@@ -1,5 +1,5 @@
 """Optimizers that keep others, known by what they are: objects that hold an optimizer of the same
-parameters. All that is known of wrappers is here.
+parameters. All that pyckpt knows of wrappers is here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pyckpt.optim.tensors import Path, is_dtensor, leaves, mapped
 
 __all__ = [
     "added_to",
+    "changes_outside_of_step",
     "held",
     "known_members",
     "layers",
@@ -134,6 +135,15 @@ def _chain(optimizer: Any) -> list[Any]:
 def added_to(optimizer: Any) -> tuple[Path, ...]:
     """What a wrapper adds to the state of a parameter of this optimizer, which it wraps."""
     return _added.get(optimizer, ())
+
+
+def changes_outside_of_step(optimizer: Any) -> bool:
+    """Whether an optimizer changes parameters in other calls than ``step``, which no hook tells of.
+    Schedule-free ones do, in ``train`` and ``eval``, between which programs save."""
+    inner = getattr(optimizer, "optimizer", None)  # Accelerate gives any optimizer these methods
+    if isinstance(inner, Optimizer):
+        return changes_outside_of_step(inner)
+    return callable(getattr(optimizer, "train", None))
 
 
 def members(optimizer: Any) -> list[Any]:

@@ -41,7 +41,7 @@ class Advice:
     save_seconds: float
     """What a save costs the training: the time that it blocks, and that it slows the steps by."""
     limited: bool
-    """Whether less time between saves would lose less, but a save takes that long to commit."""
+    """Whether saving more often would lose less, and a save takes too long to commit for that."""
 
     def __str__(self) -> str:
         bound = ", which is as often as saves get done" if self.limited else ""

@@ -6,10 +6,11 @@ import operator
 import os
 import re
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-__all__ = ["directory_of", "metrics_of", "state_of", "step_of", "whole"]
+__all__ = ["directory_of", "metrics_of", "state_of", "step_of", "timeout_of", "whole"]
 
 # One letter and a colon is a name; and paths make one slash of two.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -71,6 +72,19 @@ def metrics_of(metrics: Any) -> Mapping[str, Any]:
         if not (hasattr(value, "__float__") or hasattr(value, "__index__")):
             raise TypeError(f"the metric {name!r} must be a number, not {_kind(value)}.")
     return metrics
+
+
+def timeout_of(timeout: float | timedelta | None) -> timedelta | None:
+    """A time to wait, given in seconds or as a timedelta.
+
+    Raises:
+        ValueError: it is not positive.
+    """
+    if timeout is not None and not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=timeout)
+    if timeout is not None and timeout <= timedelta(0):
+        raise ValueError(f"{timeout = !s} must be more than 0 seconds, or None.")
+    return timeout
 
 
 def directory_of(path: str | os.PathLike[str]) -> Path:

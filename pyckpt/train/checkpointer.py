@@ -6,47 +6,40 @@ import logging
 import os
 import signal
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.renaming import Rename
 from pyckpt.dcp.report import LoadReport
 from pyckpt.engine import Engine
-from pyckpt.locks import fork_safe_lock
-from pyckpt.train import export as exporting
 from pyckpt.train.advice import Advice
-from pyckpt.train.agreement import Agreement, Facts, GroupAgreement, LocalAgreement
-from pyckpt.train.arguments import directory_of, metrics_of, state_of, step_of
-from pyckpt.train.catalog import Catalog, CheckpointInfo, DirectoryEntry
-from pyckpt.train.envelopes import verify_envelopes
-from pyckpt.train.fence import Fence
+from pyckpt.train.arguments import metrics_of, state_of, step_of, timeout_of
+from pyckpt.train.finder import Finder
 from pyckpt.train.handle import SaveHandle
-from pyckpt.train.pieces import verify
 from pyckpt.train.policy import Policy
-from pyckpt.train.ranks import Ranks
-from pyckpt.train.rehearsal import rehearse
 from pyckpt.train.restorer import LoadOptions, Restorer
-from pyckpt.train.retention import Best, Protected, Retention, prune
 from pyckpt.train.saver import Saver
-from pyckpt.train.signals import StopSignals
+from pyckpt.train.schedule import Schedule
 from pyckpt.train.statistics import CheckpointerStatistics, Stopwatch
+from pyckpt.train.store.fence import Fence
+from pyckpt.train.store.pruner import Protection, Pruner
+from pyckpt.train.store.retention import Best, Retention
+from pyckpt.train.sync.agreement import Agreement, Facts, GroupAgreement, LocalAgreement
+from pyckpt.train.sync.ranks import Ranks
+from pyckpt.train.sync.requests import Requests
+from pyckpt.train.sync.signals import StopSignals
 
-__all__ = ["Checkpointer", "Protection"]
+__all__ = ["Checkpointer"]
 
 _logger = logging.getLogger("pyckpt")
 
 
-class Checkpointer:
+class Checkpointer(Finder):
     """Saves a training run as it goes, keeps what is to be kept, and resumes it. ::
 
         with pyckpt.Checkpointer("runs/a", keep_last=3, every_steps=100,
@@ -59,40 +52,47 @@ class Checkpointer:
                 if checkpointer.stop_requested:
                     break
 
-    Each checkpoint is a directory ``step-00000100`` that stock ``dcp.load`` reads. With
-    `torch.distributed`, every rank makes a Checkpointer, and all ranks make the same calls of
-    ``restore``, ``step``, ``save`` and ``close``, in the same order and with the same steps; the
-    other methods are each rank's own. Without, it works the same.
+    Each checkpoint is a directory ``step-00000100`` that stock ``dcp.load`` reads.
+
+    Where `torch.distributed` is initialised, every rank makes a Checkpointer. All ranks make the
+    same calls of ``restore``, ``step``, ``save``, ``wait`` and ``close``, in the same order and
+    with the same steps. Each rank may call the other methods for itself.
 
     Args:
-        directory: where the checkpoints are, or will be; ``~`` is expanded. On all ranks the same,
-            on a file system that they share. One job at a time saves there: the one that began to
-            last. From then on, the saves of one that was there before fail, with
-            ``errors.Superseded``. Restoring, inspecting and exporting take nothing away from it.
-        keep_last: how many of the newest checkpoints to keep, those of ``final=True`` not counted.
-            None keeps all, whatever the other two say. 0 keeps the newest, to resume from, until a
-            final one is committed.
+        directory: where the checkpoints are, or will be; ``~`` is expanded. It is the same on all
+            ranks, on a file system that they share. Only the job that was last to begin to save may
+            save there: from then on, saves of an earlier job fail with ``errors.Superseded``. Jobs
+            that restore, inspect or export do not disturb it.
+        keep_last: how many of the newest checkpoints to keep, besides those saved with
+            ``final=True``. None keeps all, whatever the next two say. 0 keeps the newest, to resume
+            from, until a final one is committed.
         keep_every: with ``keep_last``, keep also those whose step is a multiple of this.
         keep_best: ``(metric, n, mode)``: with ``keep_last``, keep also the n with the smallest
             (mode "min") or largest ("max") value of a metric that was passed when they were saved.
-        every_steps: ``step`` saves when the step is a multiple of this.
-        every_minutes: ``step`` saves when this much time has gone by since the last save began, by
-            the clock of rank 0.
-        save_when: called with each step; ``step`` saves where it returns true. A function of the
-            step alone: every rank asks its own. See ``request_save`` for all else.
-        on_signals: signals, or one, such as "SIGTERM", that ask for a save and a stop; see
+        every_steps: ``step`` saves if the step is a multiple of this.
+        every_minutes: ``step`` saves if the last save began so many minutes ago, by the clock of
+            rank 0.
+        save_when: called with each step; ``step`` saves if it returns true. Each rank calls its
+            own, so it must depend on the step alone. For all else there is ``request_save``.
+        on_signals: a signal, or several, such as "SIGTERM", that ask for a save and a stop; see
             ``stop_requested``. Only the main thread can handle signals.
-        when_busy: what ``step`` does when a save is due and the one before it is not committed yet:
-            "skip" leaves the new one out (the log says so), so that training never waits for the
-            disk; "wait" waits. Where the last one that was due was left out, ``close`` saves what
-            the last ``step`` was given.
-        process_group: the ranks that train together, default all. Any backend: what the ranks have
-            to say to each other goes over gloo groups that are made here.
+        when_busy: what ``step`` does if a save is due and the one before it is not committed yet.
+            "skip" leaves the new one out, and the log says so: training never waits for the disk.
+            "wait" waits. If the last save that was due was left out, ``close`` saves what the last
+            ``step`` was given.
+        process_group: the ranks that train together, default all, with any backend. The ranks talk
+            over gloo groups that are made here.
         timeout: how long a rank may keep the others waiting, in a save or a restore, in seconds or
-            as a timedelta; default what torch has for gloo groups, half an hour. Then all of them
-            raise ``RanksLost``, which names it, and this Checkpointer saves and restores no more;
-            the last checkpoint is still there. Give slow disks time: ranks wait for the one that
-            writes last.
+            as a timedelta; by default half an hour, as torch has it for gloo groups. After that the
+            others raise ``RanksLost``, which names the rank, and this Checkpointer saves and
+            restores no more. The last checkpoint is still there. Ranks wait for the one that writes
+            last, so allow for slow disks.
+        overwrite: whether saving a step replaces a checkpoint of that step, which can be loaded
+            until the new one is committed. If this is False, such a save fails with
+            ``FileExistsError`` on all ranks, and the checkpoint stays. Training that goes on from
+            an older checkpoint comes to the steps of newer ones again.
+        direct: whether saving, restoring, verifying and exporting bypass the page cache, as for
+            `DirectWriter`.
         engine: the memory and threads to use; by default those that everyone shares.
 
     Raises:
@@ -114,56 +114,41 @@ class Checkpointer:
         when_busy: Literal["skip", "wait"] = "skip",
         process_group: dist.ProcessGroup | None = None,
         timeout: float | timedelta | None = None,
+        overwrite: bool = True,
+        direct: Literal["auto", "require", "off"] = "auto",
         engine: Engine | None = None,
     ) -> None:
-        if timeout is not None and not isinstance(timeout, timedelta):
-            timeout = timedelta(seconds=timeout)
-        if timeout is not None and timeout <= timedelta(0):
-            raise ValueError(f"{timeout = !s} must be more than 0 seconds, or None.")
         if when_busy not in ("skip", "wait"):
             raise ValueError(f"{when_busy = } must be 'skip' or 'wait'.")
-        self._retention = Retention(keep_last, keep_every, keep_best)
-        self._policy = Policy(every_steps, every_minutes, save_when)
-        self._when_busy = when_busy
-        self._engine = engine
-        self.directory = directory_of(directory)
-        self._catalog = Catalog(self.directory, verify=self._verify)
+        super().__init__(directory, direct, engine)
+        wait_at_most = timeout_of(timeout)
+        retention = Retention(keep_last, keep_every, keep_best)
+        policy = Policy(every_steps, every_minutes, save_when)
         self._stopwatch = Stopwatch()
-
-        # Of the training thread.
-        self._step: int | None = None  # the last one that was told
-        self._saved: SaveHandle | None = None  # the last save, of what was not restored over since
-        self._calls = 0  # of `step`
-        self._served = 0  # of the requests to save
-        self._stop_requested = False
         self._closed = False
-        self._skipped = 0
-        self._owed = False  # whether the last save that was due was left out
-        self._last: tuple[int, Mapping[str, Any], Mapping[str, float]] | None = None  # if so
         self._restore_seconds = 0.0
-        self._restored: int | None = None
-
-        # Guarded by the lock, which a handler of a signal may find its own thread to hold.
-        self._lock = fork_safe_lock()
-        self._requests = 0
-        self._stops = 0
-        self._last_save = time.monotonic()
-        self._pruned = 0
-
-        self._protected = Protected()
-        self._passed: set[int] = set()  # steps newer than the one that training goes on from
-
         self._signals = StopSignals(on_signals)
-        if not (dist.is_available() and dist.is_initialized()):
-            # DCP tells, at each save, that it does without; so do we, in every docstring.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
-            self._ranks = Ranks(process_group, timeout)
-            self._fence = Fence(self.directory, taken=self._begin_to_save)
+            self._ranks = Ranks(process_group, wait_at_most)
+            self._fence = Fence(self.directory, taken=lambda: self._pruner.begun())
             self._saver = Saver(
-                self._catalog, self._ranks, self._fence, engine, on_commit=self._commit
+                self._catalog,
+                self._ranks,
+                self._fence,
+                direct=direct,
+                engine=engine,
+                on_commit=self._commit,
             )
-            self._restorer = Restorer(self._catalog, self._ranks, engine)
+            self._restorer = Restorer(self._catalog, self._ranks, direct=direct, engine=engine)
+            self._pruner = Pruner(
+                self._catalog,
+                retention,
+                allowed=self._fence.held,
+                busy=self._saver.writing,
+                distrusted=self._restorer.distrusted,
+            )
+            is_first = self._ranks.rank == 0
+            self._requests = Requests(self._signals, policy.due_after if is_first else None)
             self._agreement: Agreement = (
                 LocalAgreement(self._facts)
                 if self._ranks.talk is None
@@ -172,8 +157,18 @@ class Checkpointer:
         except BaseException:
             self._signals.close()
             raise
-        self._pruner = ThreadPoolExecutor(1, thread_name_prefix="pyckpt-prune")
-        if keep_last is None and (keep_every, keep_best) != (None, None) and self._ranks.rank == 0:
+        self._schedule = Schedule(
+            policy,
+            when_busy=when_busy,
+            overwrite=overwrite,
+            best_by=None if keep_best is None else keep_best[0],
+            saver=self._saver,
+            requests=self._requests,
+            agreement=self._agreement,
+            ranks=self._ranks,
+            stopwatch=self._stopwatch,
+        )
+        if keep_last is None and (keep_every, keep_best) != (None, None) and is_first:
             _logger.warning(
                 "keep_last=None keeps all checkpoints, whatever keep_every and keep_best say; pass "
                 "keep_last=1 to keep the newest and theirs"
@@ -184,65 +179,30 @@ class Checkpointer:
     def step(
         self, step: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None
     ) -> SaveHandle | None:
-        """Tell that a step of training is over; save if that is due. Call it after each step.
+        """Tell that a step of training is over, and save if a save is due. Call it after each step.
 
-        It is due by the policies that were given, by ``request_save``, and by a signal. Never waits
-        for the disk, unless ``when_busy="wait"``, or where training is asked to stop.
+        A save is due by ``every_steps``, ``every_minutes`` and ``save_when``, by ``request_save``,
+        and by a signal. The call waits for the disk only with ``when_busy="wait"``, and when
+        training is asked to stop.
 
         Args:
-            step: larger than in the call before, or, after a restore, than what was restored.
-            state: as for ``save``; looked at only if it is to be saved.
+            step: larger than in the call before. After a restore, larger than the step that was
+                restored.
+            state: as for ``save``. It is looked at only if a save is due.
             metrics: as for ``save``.
 
         Returns:
-            The save, or None where none was due.
+            The save, or None if none was due.
 
         Raises:
             OSError, PyckptError: an earlier save failed. The last checkpoint that was committed
-                is still there, and training may go on. What is due at this step was not saved: the
-                call may be repeated, on all ranks, to save it.
+                is still there, and training may go on. This call did not save what was due at this
+                step. To save it, all ranks repeat the call.
             TypeError: an argument is of the wrong type. Nothing was done, as for ``ValueError``.
             ValueError: the step is not larger.
         """
         self._check_open()
-        step, state, metrics = step_of(step), state_of(state), metrics_of(metrics)
-        if self._step is not None and step <= self._step:
-            raise ValueError(f"{step = } must be larger than the one before it, {self._step}.")
-        self._stopwatch.enter(self._saver.busy)
-        handle = None
-        try:
-            # Not by the step, which is smaller again after an older one was restored.
-            self._calls += 1
-            facts = self._agreement.at(self._calls)
-            stopping = facts.stops > 0 and not self._stop_requested
-            if stopping:
-                self._stop_requested = True
-            else:
-                # Where the ranks cannot agree any more, each tells of what it knows.
-                self._saver.raise_failure(None if self._ranks.lost else facts.failed)
-            self._step = step
-            if self._owed:
-                self._last = (step, state, metrics)
-            requested = facts.requests > self._served
-            due = self._policy.due_at(step)
-            if not (stopping or requested or due):
-                return None
-            self._ranks.check()
-            failed = facts.failed == self._saver.started
-            if self._saved is not None and self._saved.step == step and not failed:
-                return self._saved  # `save` was called for this step
-            busy = facts.saved < self._saver.started
-            if busy and not stopping and self._when_busy == "skip":
-                if due:  # what was only requested is saved as soon as that can be
-                    self._tell_skipped(step)
-                    self._owed, self._last = True, (step, state, metrics)
-                return None
-            self._served = facts.requests
-            handle = self._start(step, state, metrics, False)
-            return handle
-        finally:
-            blocked = None if handle is None else handle.statistics.blocked_seconds
-            self._stopwatch.leave(self._saver.busy, blocked)
+        return self._schedule.step(step_of(step), state_of(state), metrics_of(metrics))
 
     def save(
         self,
@@ -251,20 +211,20 @@ class Checkpointer:
         *,
         metrics: Mapping[str, float] | None = None,
         final: bool = False,
+        overwrite: bool | None = None,
     ) -> SaveHandle:
-        """Save now, in the background. Waits first for a save that is under way.
-
-        A checkpoint of that step that is there already stays until the new one is committed, and is
-        replaced then.
+        """Save now, in the background. The call first waits for a save that is under way.
 
         Args:
             step: 0 or more.
             state: objects by name: modules, optimizers, whatever has ``state_dict`` and
                 ``load_state_dict``, tensors and plain values.
-            metrics: numbers to remember with it, for ``keep_best`` and ``checkpoints``. Those of
-                rank 0 count. A GPU tensor here makes the call wait for the GPU.
-            final: whether this is a checkpoint for good: it is never pruned, and the call returns
+            metrics: numbers to remember with the checkpoint, for ``keep_best`` and
+                ``checkpoints``. Those of rank 0 count. A GPU tensor makes the call wait for it.
+            final: whether to keep the checkpoint for good. It is never pruned, and the call returns
                 when it is committed.
+            overwrite: whether a checkpoint of that step is replaced; by default what the
+                Checkpointer was given.
 
         Raises:
             OSError, PyckptError: an earlier save failed, or this one, if it is final.
@@ -272,123 +232,61 @@ class Checkpointer:
             ValueError: the step is negative.
         """
         self._check_open()
-        step, state, metrics = step_of(step), state_of(state), metrics_of(metrics)
+        return self._schedule.save(
+            step_of(step), state_of(state), metrics_of(metrics), final=final, overwrite=overwrite
+        )
+
+    def wait(self) -> None:
+        """Wait until no save is under way. All ranks call it.
+
+        It does not end the Checkpointer: training may go on, and save again.
+
+        Raises:
+            OSError, PyckptError: a save failed, and that was not raised before. The last checkpoint
+                that was committed is still there.
+        """
         self._saver.wait()
-        self._saver.raise_failure()
-        self._ranks.check()
-        handle = self._start(step, state, metrics, final)
-        if final:
-            self._saver.wait()
-            self._saver.raise_failure()
         self._stopwatch.pause()
-        return handle
+        self._saver.raise_failure()
 
     def request_save(self) -> None:
         """Ask for a save at one of the next steps, on all ranks. Any rank and thread may."""
-        with self._lock:
-            self._ask()
+        self._requests.ask_save()
 
     def request_stop(self) -> None:
-        """Do as a signal does. Any rank and thread may."""
-        with self._lock:
-            self._stops = 1
+        """Ask for a save and a stop, as a signal does. Any rank and thread may."""
+        self._requests.ask_stop()
 
     def wait_staged(self) -> None:
-        """Make what the program does next wait until the state of the last save was copied. The
-        steps of optimizers do so by themselves; call this before parameters are changed by other
-        means, such as a CUDA graph that is replayed."""
-        if self._saver.handle is not None and self._saver.handle.writer is not None:
-            self._saver.handle.writer.wait_staged()
+        """Make what the program does next wait until the state of the last save was copied.
+
+        Steps of optimizers do so by themselves. Call this before the program changes parameters by
+        other means, such as replaying a CUDA graph.
+        """
+        self._saver.wait_staged()
 
     @property
     def stop_requested(self) -> bool:
         """Whether training is asked to stop, and the state was saved for it. Changes in ``step``
         only, in the same step on all ranks."""
-        return self._stop_requested
-
-    def _ask(self) -> None:
-        # The count that all ranks know is the largest of theirs: to be new, this one must be larger
-        # than what was served for others.
-        self._requests = max(self._requests, self._served) + 1
+        return self._schedule.stop_requested
 
     def _facts(self) -> Facts:
         """What this rank knows; called by the thread that talks to the others."""
-        with self._lock:
-            since = time.monotonic() - self._last_save
-            if (
-                self._ranks.rank == 0
-                and self._requests <= self._served
-                and self._policy.due_after(since)
-            ):
-                self._ask()
-            saved, failed = self._saver.counts()
-            return Facts(
-                stops=int(self._stops or self._signals.received),
-                requests=self._requests,
-                saved=saved,
-                failed=failed,
-            )
+        return self._requests.facts(*self._saver.counts())
 
     def _lost(self, error: BaseException) -> None:
         """Called by the thread that talks to the others, when it cannot any more."""
         self._ranks.lose(error, "agreeing on what to save")
 
-    def _start(
-        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None, final: bool
-    ) -> SaveHandle:
-        best = self._retention.keep_best
-        if best is not None and best[0] not in (metrics or {}) and self._ranks.rank == 0:
-            _logger.warning("step %d has no metric %r, and is not among the best", step, best[0])
-        with self._lock:
-            self._last_save = time.monotonic()
-        self._owed, self._last = False, None
-        self._saved = self._saver.start(step, state, metrics or {}, final=final)
-        return self._saved
-
     def _commit(self, handle: SaveHandle) -> None:
         """Called by the thread that committed a save."""
         self._restorer.distrusted.discard(handle.step)
-        self._passed.discard(handle.step)
         self._stopwatch.committed(handle.seconds)
         if self._ranks.rank == 0:
-            with suppress(RuntimeError):  # the interpreter is ending; the next run prunes
-                self._pruner.submit(self._prune, handle.step)
-
-    def _tell_skipped(self, step: int) -> None:
-        assert self._saver.handle is not None
-        self._skipped += 1
-        _logger.warning(
-            "step %d is not saved: the save of step %d is still under way; save less often, or "
-            "pass when_busy='wait'",
-            step,
-            self._saver.handle.step,
-        )
+            self._pruner.committed(handle.step)
 
     # --- finding and restoring --------------------------------------------------------------------
-
-    def checkpoints(self, *, verify: bool = False) -> list[CheckpointInfo]:
-        """The valid checkpoints, oldest first: complete, and all their files there and long enough.
-
-        Args:
-            verify: read all of them, and list only those whose checksums match.
-        """
-        return [
-            entry.checkpoint
-            for entry in self._catalog.entries(verify=verify)
-            if entry.checkpoint is not None
-        ]
-
-    def inspect(self, *, verify: bool = False) -> list[DirectoryEntry]:
-        """All that is in the directory, what each is, and why those that are not valid are not."""
-        return self._catalog.entries(verify=verify)
-
-    def latest(self) -> CheckpointInfo | None:
-        """The newest valid checkpoint that this rank sees.
-
-        Raises:
-            OSError: the directory, or what may be the newest, cannot be looked at.
-        """
-        return self._catalog.newest()
 
     def restore(
         self,
@@ -405,52 +303,51 @@ class Checkpointer:
     ) -> int | None:
         """Load the newest checkpoint that is valid for all ranks into ``state``, in place.
 
-        Where it turns out to be corrupt, on any rank, all ranks log an error and load the next
-        older one instead. What was loaded is in ``load_report``.
+        If it turns out to be corrupt on any rank, all ranks log an error and load the next older
+        one instead. ``load_report`` says what was loaded.
 
-        Training may go on from there, with the step after it. Newer checkpoints stay, and the log
-        names them: each is replaced once its step is saved again. Until then this Checkpointer does
-        not count them when it prunes, so that they take no room from new ones; but they are there
-        for ``latest``, for ``restore`` without ``step``, and for the next Checkpointer. Move away
-        those that are not to be gone back to.
+        Training may go on with the step after it. Newer checkpoints stay, and the log names them.
+        Each is replaced when its step is saved again. Until then this Checkpointer neither counts
+        nor removes them when it prunes. ``latest``, ``restore`` without ``step``, and the next
+        Checkpointer still find them, so move away those that you do not want any more.
 
         Args:
             state: as for ``save``.
-            step: load this one and no other.
-            required: whether it is an error that there is none. If not, the log says what is there
-                instead.
+            step: load the checkpoint of this step, and no other.
+            required: whether to raise if there is no checkpoint. Otherwise the log says what is
+                there instead.
             missing: what to do about objects, parameters, metrics, and keys of plain dicts that
                 the checkpoint does not have: raise a `LoadError`, or "keep" them as they are.
-            keep: what is to stay as it is in the state, whatever was saved: names of objects, and
-                of values in plain dicts ("config.total_epochs"). Of all else what was saved wins;
-                ``load_report.differing`` says which plain values were not the same, and so does the
-                log at level INFO.
+            keep: names of objects, and of values in plain dicts ("config.total_epochs"), that stay
+                as they are in the state. For everything else, what was saved wins.
+                ``load_report.differing`` and the log at level INFO say which plain values differed.
             unexpected: what to do about parameters, optimizer state and metrics that the
                 checkpoint has and the objects have not: raise a `LoadError`, or "ignore" them.
             mismatched: what to do about parameters and buffers that have another shape in the
                 checkpoint: raise a `LoadError`, or "keep" them, and what optimizers have of them.
             rename: called with each key of the checkpoint (``"model.head.weight"``), returns the
-                key that it has in the state; the same where it is called the same. What is said of
-                a parameter of a module goes for its optimizer state too.
+                key that it has in the state, which may be the same. A new name of a module's
+                parameter applies to its optimizer state, too.
             allow: classes and functions that objects in the checkpoint may use, as for
                 `pyckpt.load`.
 
         Returns:
-            The step of the checkpoint; None where there is none, and training begins.
+            The step of the checkpoint; None if there is no checkpoint, so that training begins.
 
         Raises:
-            FileNotFoundError: there is no valid checkpoint of ``step``; or none at all, and one is
-                ``required``.
-            ValueError: an argument is out of range, or a name to ``keep`` is none.
-            TypeError: an object in ``state`` could not be saved; also where there is no checkpoint.
-            LoadError: the checkpoint does not fit the state; or some ranks see checkpoints where
-                others see none, so that the directory is not the same one on all of them.
+            FileNotFoundError: there is no valid checkpoint of ``step``; or there is none at all,
+                and one is ``required``.
+            ValueError: an argument is out of range, or ``keep`` has a name that the state has not.
+            TypeError: an object in ``state`` could not be saved. This is raised even if there is no
+                checkpoint.
+            LoadError: the checkpoint does not fit the state. Or some ranks see checkpoints and
+                others see none, so that it is not the same directory on all of them.
             CorruptCheckpoint: there are checkpoints, and none can be read. ``state`` may have been
                 changed.
-            OSError: the directory cannot be listed on some rank, or what may be the newest
-                checkpoint cannot be read for a reason that is no damage: permissions, a server
-                that does not answer, a lack of memory or descriptors. What may pass (EINTR, EAGAIN,
-                ESTALE, ETIMEDOUT, EIO) was tried again for a second or two. Raised on all ranks.
+            OSError: some rank cannot list the directory, or cannot read what may be the newest
+                checkpoint for a reason that is no damage: permissions, a server that does not
+                answer, a lack of memory or descriptors. Errors that may pass (EINTR, EAGAIN,
+                ESTALE, ETIMEDOUT, EIO) were retried for a second or two. Raised on all ranks.
         """
         self._check_open()
         state = state_of(state)
@@ -462,41 +359,11 @@ class Checkpointer:
         restored = self._restorer.restore(state, step, options, required=required)
         if restored is not None:
             self._restore_seconds = time.perf_counter() - start
-            self._restored = restored
-            self._go_on_from(restored)
+            self._schedule.go_back(restored)
+            if self._ranks.rank == 0:
+                self._pruner.restored(restored)
         self._stopwatch.pause()
         return restored
-
-    def _go_on_from(self, step: int) -> None:
-        if self._step is not None:
-            self._step = min(self._step, step)
-        self._saved = None  # of a state that is no more
-        self._owed, self._last = False, None
-        if self._ranks.rank == 0:
-            self._passed = self._newer_than(step)
-
-    def _newer_than(self, step: int) -> set[int]:
-        try:
-            newer = [found for found in self._catalog.steps() if found > step]
-            return {found for found in newer if self._catalog.examine(found).checkpoint is not None}
-        except OSError as error:  # the other ranks are through
-            _logger.warning("cannot tell what is newer than step %d: %s", step, error)
-            return set()
-
-    def _begin_to_save(self) -> None:
-        """Called by the thread that saves, when no other job does any more. One may have, since
-        this one restored."""
-        if self._restored is None:
-            return
-        late = self._newer_than(self._restored) - self._passed - self._restorer.distrusted
-        for step in sorted(late):
-            _logger.warning(
-                "another job saved %s after this one had restored step %d; the next restore will "
-                "find it first, unless its step is saved again, or it is moved away",
-                self._catalog.path(step),
-                self._restored,
-            )
-        self._passed |= late
 
     @property
     def load_report(self) -> LoadReport | None:
@@ -506,111 +373,25 @@ class Checkpointer:
     # --- keeping ----------------------------------------------------------------------------------
 
     def protect(self, step: int) -> Protection:
-        """Keep the checkpoint of a step from being pruned, until ``release`` of what is returned,
-        or the end of the ``with`` block that it is used in. Counts on rank 0. Of a checkpoint that
-        is there after the call, nothing is removed."""
-        return Protection(self._protected, step_of(step))
+        """Keep the checkpoint of a step from being pruned.
 
-    def _prune(self, committed: int) -> None:
-        """Runs on rank 0, in a thread, after each commit; prunes take turns."""
-        removed = prune(
-            self._catalog,
-            self._retention,
-            committed=(committed,),
-            protected=self._protected,
-            distrusted={*self._restorer.distrusted, *self._passed},
-            busy=self._saver.writing,
-            allowed=self._fence.held,
-        )
-        with self._lock:
-            self._pruned += len(removed)
-
-    # --- export, statistics, advice ---------------------------------------------------------------
-
-    def export(
-        self,
-        path: str | os.PathLike[str],
-        step: int | None = None,
-        *,
-        format: Literal["safetensors", "torch"] = "safetensors",
-        key: str | None = "model",
-        rename: exporting.Rename | None = None,
-        dtype: torch.dtype | None = None,
-        max_shard_size: int | str = "5GB",
-        tied: Mapping[str, str] | None = None,
-        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    ) -> list[Path]:
-        """Write the model of a checkpoint, in one piece, as files that other programs read.
-
-        Reads the checkpoint's files and needs neither the model nor other ranks: any rank may, and
-        so may a process that does nothing else. Streams, in some 100 MiB of memory, and checks the
-        bytes that it reads.
-
-        Args:
-            path: a directory; made where missing. Gets ``model.safetensors`` or
-                ``pytorch_model.bin``; or, where there are several files, these with numbers, and
-                the index that Hugging Face's loaders look for. An export of the same format that
-                was there before is replaced when all of the new one is written, so there must be
-                room for both.
-            step: the checkpoint; default the newest valid one.
-            format: "safetensors", or "torch" for ``torch.load``.
-            key: the name in the state of what to export. Its tensors are written under the names
-                that they have there. None exports all tensors, under their full names: for
-                checkpoints whose state is the model's own state dict.
-            rename: new names: a mapping of those that change, a function of a name (None leaves the
-                tensor out), or a layout of `pyckpt.layouts`, which may reorder values, too.
-            dtype: convert floating point tensors to this.
-            max_shard_size: of one file, in bytes or as "5GB" or "512MiB". A tensor is not split.
-            tied: names to leave out, each with the name that has the same values, such as
-                ``{"lm_head.weight": "embed.weight"}``. Format "torch" writes them as tensors that
-                share memory; "safetensors", which cannot, names them in the file's metadata, as its
-                ``save_model`` does. What is not named here is written in full. The names are the
-                new ones.
-            config: written as ``config.json`` beside the weights: a mapping, an object with
-                ``to_dict()`` as transformers' configurations are, or the path of such a file.
-
-        Returns:
-            The files written; the last makes them count: the index, or the only file of weights.
-
-        Raises:
-            FileNotFoundError: no such checkpoint, or none at all.
-            ValueError: an argument is out of range, there are no tensors under ``key``, what is
-                said to be tied is not, or safetensors lacks the dtype.
-            CorruptCheckpoint: bytes are not those that were saved.
-            OSError: a file cannot be read or written.
+        It is kept until ``release`` of the `Protection` is called, or until the end of the ``with``
+        block that uses it, or until this Checkpointer ends. Call it on rank 0, which prunes. If the
+        checkpoint is there after the call, nothing of it has been removed.
         """
-        if step is None:
-            newest = self.latest()
-            if newest is None:
-                raise FileNotFoundError(2, "no valid checkpoint", str(self.directory))
-            source = newest.path
-        else:
-            source = self._catalog.path(step_of(step))
-        return exporting.export(
-            source,
-            path,
-            format=format,
-            key=key,
-            rename=rename,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            tied=tied,
-            config=config,
-            engine=self._engine,
-        )
+        return Protection(self._pruner.protected, step_of(step))
 
     @property
     def statistics(self) -> CheckpointerStatistics:
         """What saving costs this rank, as measured so far; printed, it ends with the advice for a
         failure a day."""
-        with self._lock:
-            return self._stopwatch.statistics(
-                saves=self._saver.started,
-                failed=self._saver.failures,
-                skipped=self._skipped,
-                pruned=self._pruned,
-                restore_seconds=self._restore_seconds,
-            )
+        return self._stopwatch.statistics(
+            saves=self._saver.started,
+            failed=self._saver.failures,
+            skipped=self._schedule.skipped,
+            pruned=self._pruner.removed,
+            restore_seconds=self._restore_seconds,
+        )
 
     def advice(self, mtbf_hours: float) -> Advice | None:
         """How often to save so that least time is lost, from what was measured on this rank.
@@ -627,27 +408,22 @@ class Checkpointer:
         """
         return self.statistics.advice(mtbf_hours)
 
-    def _verify(self, path: Path, metadata: Any) -> None:
-        verify(path, metadata, engine=self._engine)
-        verify_envelopes(path, metadata)
-        rehearse(path, metadata)
-
     # --- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for the save that is under way, and for the other ranks; put back what handled the
-        signals before. Idempotent.
+        """Wait for the save that is under way and for the other ranks, and put the previous
+        handlers of signals back. Idempotent.
 
-        Where the last save that was due was left out because one was under way, and nothing was
-        saved since, save the state that the last ``step`` was given, as it is now, under that step.
-        Not at the end of a ``with`` block that raises: the state may be in the middle of a step.
+        If the last save that was due was left out because another one was under way, and nothing
+        was saved since, this saves the state that the last ``step`` was given, as it is now, under
+        that step. A ``with`` block that raises does not save it, because the state may be in the
+        middle of a step.
 
         Raises:
             OSError, PyckptError: a save failed, and that was not raised before.
         """
         if not self._closed:
-            if self._last is not None and self._ranks.lost is None:
-                self._start(*self._last, final=False)
+            self._schedule.save_owed()
             self._close(wait=True)
             self._saver.raise_failure()
 
@@ -656,7 +432,7 @@ class Checkpointer:
         try:
             self._saver.wait()
             self._saver.close()
-            self._pruner.shutdown()
+            self._pruner.close()
         finally:
             self._signals.close()
             self._agreement.close(wait=wait)
@@ -684,25 +460,3 @@ class Checkpointer:
             self._close(wait=False)
             if (failure := self._saver.untold()) is not None:
                 _logger.error("besides, a save failed: %s", failure)
-
-
-class Protection:
-    """Keeps a checkpoint from being pruned; see ``Checkpointer.protect``."""
-
-    def __init__(self, protected: Protected, step: int) -> None:
-        self._protected = protected
-        self._step = step
-        self._held = True
-        protected.add(step)
-
-    def release(self) -> None:
-        """Let go. Idempotent."""
-        if self._held:
-            self._held = False
-            self._protected.discard(self._step)
-
-    def __enter__(self) -> Protection:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from pyckpt.dcp.failures import portable_errors
 from pyckpt.dcp.writer import DirectWriter
+from pyckpt.dcp.writing import WriteProgress
 from pyckpt.errors import SaveError
 from pyckpt.statistics import WriteStatistics
-from pyckpt.train.fence import Fence
+from pyckpt.train.store.fence import Fence
 
 __all__ = ["ReportingWriter", "SaveHandle", "SaveStatistics"]
 
@@ -70,7 +70,7 @@ class SaveHandle:
         self.staged: Future[None] = Future()
         self.written: Future[WriteStatistics | None] = Future()
         self.committed: Future[Path] = Future()
-        self.writer: ReportingWriter | None = None
+        self._rank = WriteProgress()
         self._start = time.perf_counter()
         self._blocked = math.nan
         self._times: dict[str, float] = {}
@@ -87,10 +87,7 @@ class SaveHandle:
         """How much of this rank's data has been written, from 0 to 1; 1 when it is committed."""
         if self.committed.done() and self.committed.exception() is None:
             return 1.0
-        if self.writer is None or self.writer.statistics is None:
-            return 0.0
-        written = self.writer.statistics.bytes_written
-        return min(1.0, written / self.writer.bytes_planned) if self.writer.bytes_planned else 0.0
+        return self._rank.fraction
 
     @property
     def statistics(self) -> SaveStatistics:
@@ -101,7 +98,7 @@ class SaveHandle:
             staged_seconds=self._times.get("staged", math.nan),
             written_seconds=self._times.get("written", math.nan),
             committed_seconds=self._times.get("committed", math.nan),
-            write=None if self.writer is None else self.writer.statistics,
+            write=self._rank.statistics,
         )
 
     def wait(self, timeout: float | None = None) -> Path:
@@ -128,6 +125,10 @@ class SaveHandle:
     def seconds(self) -> float:
         """Since the call."""
         return time.perf_counter() - self._start
+
+    def follow(self, progress: WriteProgress) -> None:
+        """Tell of this progress, of the rank's writer, from now on."""
+        self._rank = progress
 
     def called(self) -> None:
         """Note that the call which started the save is over."""
@@ -180,21 +181,15 @@ class ReportingWriter(DirectWriter):
         self._number = number - 1
         self._fence = fence
         self._fenced = ExitStack()
-        self._items: Sequence[WriteItem] = ()
         self._on_written = on_written
         self._on_sweep = on_sweep
         self._arrive = arrive
         self._failure = failure
 
-    @cached_property
-    def bytes_planned(self) -> int:
-        """Bytes of the tensors that this rank writes. Adds them up when it is asked, since those
-        who do not ask should not wait for it."""
-        return sum(
-            item.tensor_data.properties.dtype.itemsize * item.tensor_data.chunk.sizes.numel()
-            for item in self._items
-            if item.tensor_data is not None
-        )
+    @property
+    def progress(self) -> WriteProgress:
+        """How far this rank is."""
+        return self._progress
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         with portable_errors():
@@ -213,7 +208,6 @@ class ReportingWriter(DirectWriter):
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> torch.futures.Future[list[WriteResult]]:
-        self._items = plan.items
         try:
             with portable_errors():
                 future = super().write_data(plan, planner)

@@ -19,11 +19,11 @@ from pyckpt.dcp.report import LoadReport
 from pyckpt.dcp.together import together
 from pyckpt.engine import Engine
 from pyckpt.errors import CorruptCheckpoint, LoadError
-from pyckpt.train.app_state import AppState
-from pyckpt.train.catalog import Catalog, CheckpointInfo, reading
-from pyckpt.train.pieces import verify
-from pyckpt.train.ranks import Ranks
-from pyckpt.train.transient import DELAYS, Failure, failure_of
+from pyckpt.train.state.app_state import AppState
+from pyckpt.train.store.catalog import Catalog, CheckpointInfo, reading
+from pyckpt.train.store.pieces import Direct, verify
+from pyckpt.train.store.transient import DELAYS, Failure, failure_of
+from pyckpt.train.sync.ranks import Ranks
 
 __all__ = ["LoadOptions", "Restorer"]
 
@@ -64,9 +64,12 @@ class Restorer:
         distrusted: steps whose checkpoints look valid and proved corrupt.
     """
 
-    def __init__(self, catalog: Catalog, ranks: Ranks, engine: Engine | None) -> None:
+    def __init__(
+        self, catalog: Catalog, ranks: Ranks, *, direct: Direct, engine: Engine | None
+    ) -> None:
         self._catalog = catalog
         self._ranks = ranks
+        self._direct: Direct = direct
         self._engine = engine
         self.report: LoadReport | None = None
         self.distrusted: set[int] = set()
@@ -188,7 +191,7 @@ class Restorer:
             # None may begin to load, which is collective, where one cannot.
             if not self._ranks.largest(int(failure is not None)):
                 try:
-                    reader = DirectReader(found.path, engine=self._engine)
+                    reader = DirectReader(found.path, direct=self._direct, engine=self._engine)
                     self.report = AppState(state, process_group=self._ranks.work).load(
                         reader,
                         missing=options.missing,
@@ -215,6 +218,7 @@ class Restorer:
             metadata,
             keys=set(doubtful),
             share=(self._ranks.rank, self._ranks.size),
+            direct=self._direct,
             engine=self._engine,
         )
         without = self._together(share, "verifying")

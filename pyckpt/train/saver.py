@@ -12,20 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from pyckpt.dcp.failures import error_of, said
+from pyckpt.dcp.save import save_with_dcp
 from pyckpt.dcp.save_planner import SavePlanner
 from pyckpt.dcp.stager import PinnedStager
 from pyckpt.engine import Engine
 from pyckpt.errors import PyckptError, SaveError
 from pyckpt.format import commit
 from pyckpt.locks import fork_safe_lock
-from pyckpt.train.app_state import AppState
-from pyckpt.train.catalog import NOTE_KEY, Catalog, note
-from pyckpt.train.fence import Fence
 from pyckpt.train.handle import ReportingWriter, SaveHandle
-from pyckpt.train.ranks import Ranks
+from pyckpt.train.state.app_state import AppState
+from pyckpt.train.store.catalog import NOTE_KEY, Catalog, note
+from pyckpt.train.store.fence import Fence
+from pyckpt.train.store.pieces import Direct
+from pyckpt.train.sync.ranks import Ranks
 
 __all__ = ["Saver"]
 
@@ -45,6 +46,7 @@ class Saver:
         catalog: where they go.
         ranks: who saves together.
         fence: which job may save there.
+        direct: whether writing bypasses the page cache, as for `DirectWriter`.
         engine: the memory and threads to use; by default those that everyone shares.
         on_commit: called with each save that was committed, by the thread that committed it.
 
@@ -61,19 +63,22 @@ class Saver:
         catalog: Catalog,
         ranks: Ranks,
         fence: Fence,
-        engine: Engine | None,
         *,
+        direct: Direct,
+        engine: Engine | None,
         on_commit: Callable[[SaveHandle], None],
     ) -> None:
         self._catalog = catalog
         self._ranks = ranks
         self._fence = fence
+        self._direct: Direct = direct
         self._engine = engine
         self._on_commit = on_commit
         # Kept from save to save, for what they remember of the state.
         self._planner = SavePlanner()
         self._stager = PinnedStager(engine=engine)
         self._thread = self._new_thread()
+        self._overwrite = True  # of the save that was started last
         # Directories of saves that failed, and the data files that they may have left there; kept
         # by the rank that commits.
         self._remains: dict[Path, set[str]] = {}
@@ -86,6 +91,7 @@ class Saver:
         self.failures = 0
         self.writing: set[int] = set()
         self.handle: SaveHandle | None = None
+        self._current: ReportingWriter | None = None  # that of the last save
 
     @property
     def busy(self) -> bool:
@@ -101,6 +107,11 @@ class Saver:
         """Wait until no save is under way."""
         if self.handle is not None:
             wait_for([self.handle.committed])
+
+    def wait_staged(self) -> None:
+        """Make what the program does next wait until it may change the state."""
+        if self._current is not None:
+            self._current.wait_staged()
 
     def close(self) -> None:
         """Let go of what staging takes, and of what failed saves left. Call it when no save is
@@ -126,11 +137,18 @@ class Saver:
         return self._failure if self.failed > self._told else None
 
     def start(
-        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], *, final: bool
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        *,
+        final: bool,
+        overwrite: bool,
     ) -> SaveHandle:
         """Start to save. Waits for a save that is under way. Raises nothing but interrupts: the
         handle does."""
         self.wait()
+        self._overwrite = overwrite
         handle = SaveHandle(step, self._catalog.path(step))
         number = self.started + 1
         done: Future[None] = Future()
@@ -203,7 +221,7 @@ class Saver:
         return tree
 
     def _writer(self, handle: SaveHandle, failure: Exception | None = None) -> ReportingWriter:
-        handle.writer = ReportingWriter(
+        self._current = writer = ReportingWriter(
             handle.path,
             number=self.started,
             fence=self._fence,
@@ -212,9 +230,12 @@ class Saver:
             on_sweep=lambda: self._remove_remains(handle.path),
             arrive=self._ranks.arrive,
             stager=self._stager,
+            overwrite=self._overwrite,
+            direct=self._direct,
             engine=self._engine,
         )
-        return handle.writer
+        handle.follow(writer.progress)
+        return writer
 
     def _launch(
         self, handle: SaveHandle, done: Future[None], turn: threading.Lock, tree: dict[str, Any]
@@ -251,12 +272,12 @@ class Saver:
         try:
             with self._ranks.meetings(2):
                 self._ranks.arrive()
-                save(
+                save_with_dcp(
                     tree,
-                    storage_writer=writer,
+                    writer=writer,
                     planner=self._planner,
                     process_group=self._ranks.work,
-                    no_dist=self._ranks.work is None,
+                    alone=self._ranks.work is None,
                 )
         except CheckpointException as error:
             failure = error
@@ -285,7 +306,7 @@ class Saver:
 
     def _written(self, handle: SaveHandle) -> None:
         handle.reached("staged")
-        handle.reached("written", None if handle.writer is None else handle.writer.statistics)
+        handle.reached("written", handle.statistics.write)
 
     def _end(self, number: int, handle: SaveHandle, done: Future[None]) -> None:
         """A save ended. Called by the thread that made it."""
@@ -300,9 +321,9 @@ class Saver:
                 self._failure = failure
             self.ended = number
         if failure is not None:
-            if self._ranks.rank == 0 and handle.writer is not None:
+            if self._ranks.rank == 0 and self._current is not None:
                 files = self._remains.setdefault(handle.path, set())
-                files |= handle.writer.files
+                files |= self._current.files
             self._stager.take_failure()  # which would make the next save fail: we tell of it here
             handle.fail(failure)
             return

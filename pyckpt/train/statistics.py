@@ -17,13 +17,13 @@ _DAY_HOURS = 24.0
 
 @dataclass(frozen=True)
 class CheckpointerStatistics:
-    """What a Checkpointer did so far on this rank. Seconds are medians where they are of many."""
+    """What a Checkpointer did so far on this rank. Seconds are medians, if there were several."""
 
     saves: int = 0
     """Saves that were started."""
     failed: int = 0
     skipped: int = 0
-    """Saves that were due while another was under way, and left out."""
+    """Saves that were left out, because another one was under way when they were due."""
     pruned: int = 0
     """Checkpoints that were removed (counted on rank 0)."""
     blocked_seconds: float = 0.0
@@ -38,7 +38,10 @@ class CheckpointerStatistics:
     """Of the last ``restore``."""
 
     def advice(self, mtbf_hours: float) -> Advice | None:
-        """How often to save; None before a save and a step were measured.
+        """How often to save. None before a save and a step were measured.
+
+        Args:
+            mtbf_hours: the mean time between failures of the whole job.
 
         Raises:
             ValueError: ``mtbf_hours`` is not positive.

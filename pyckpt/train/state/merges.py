@@ -22,9 +22,11 @@ def first(states: list[Any], rank: int, world_size: int) -> Any:
 
 
 def share(states: list[Any], rank: int, world_size: int) -> Any:
-    """What all ranks had, joined in their order and shared out in equal parts, the first ranks
-    having one more where it does not come out even: for lists, and tensors along their first
-    dimension, alone or in dicts, such as buffers of samples.
+    """Join what all ranks had, in their order, and share it out in equal parts. If that does not
+    come out even, the first ranks have one more.
+
+    For lists, and for tensors along their first dimension, alone or in dicts: buffers of samples,
+    say.
 
     Raises:
         LoadError: the states are of different kinds, or neither lists nor tensors.

@@ -18,7 +18,7 @@ from pyckpt.dcp import objects
 from pyckpt.dcp.leaves import is_plain_type
 from pyckpt.dcp.whole import ARRAY, KEYS, VALUE, Whole, decode, is_special
 from pyckpt.errors import PyckptError
-from pyckpt.train.saved import Tree
+from pyckpt.train.state.saved import Tree
 
 __all__ = ["absent", "assign", "atoms", "decode", "encode", "marked", "template"]
 

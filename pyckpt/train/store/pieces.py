@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Collection, Iterator, Sequence
 from io import BufferedReader, RawIOBase
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -18,9 +18,10 @@ from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format.files import check_regular, open_regular
 from pyckpt.format.metadata import StorageInfo
 
-__all__ = ["PIECE_BYTES", "Stored", "Window", "read_pieces", "stored", "verify"]
+__all__ = ["PIECE_BYTES", "Direct", "Stored", "Window", "read_pieces", "stored", "verify"]
 
 PIECE_BYTES = 16 << 20
+Direct: TypeAlias = Literal["auto", "require", "off"]
 # A piece on its way in, one that waits, one that is being used, and one to spare.
 _BUFFERS = 4
 _ALIGNMENT = 64  # so that a piece can be viewed as any dtype
@@ -51,7 +52,7 @@ def stored(key: str, directory: Path, info: StorageInfo) -> Stored | None:
 
 
 def read_pieces(
-    payloads: Sequence[Stored], *, engine: Engine | None = None
+    payloads: Sequence[Stored], *, direct: Direct = "auto", engine: Engine | None = None
 ) -> Iterator[tuple[Stored, torch.Tensor]]:
     """Read payloads one after another, each in pieces of ``PIECE_BYTES`` but the last of it.
 
@@ -66,7 +67,7 @@ def read_pieces(
     buffers = [torch.empty(0, dtype=torch.uint8)] * _BUFFERS
     turn = crc32 = 0
     for batch in _batches(payloads):
-        job = _C.ReadJob((engine or default_engine()).native)
+        job = _C.ReadJob((engine or default_engine()).native, direct=direct)
         files: dict[Path, int] = {}
         if not buffers[turn].numel():
             buffers[turn] = torch.empty(PIECE_BYTES, dtype=torch.uint8)
@@ -145,6 +146,7 @@ def verify(
     *,
     keys: Collection[str] | None = None,
     share: tuple[int, int] = (0, 1),
+    direct: Direct = "auto",
     engine: Engine | None = None,
 ) -> set[str]:
     """Read a checkpoint, or what it holds under some keys, and compare all checksums that it has.
@@ -176,7 +178,7 @@ def verify(
             others.append((key, info))
         else:
             ours.append(payload)
-    for _ in read_pieces(ours, engine=engine):
+    for _ in read_pieces(ours, direct=direct, engine=engine):
         pass
     return {
         key

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from pyckpt.dcp.report import Difference
 from pyckpt.optim.wrappers import parameters, sharding
-from pyckpt.train import values
-from pyckpt.train.saved import Path, Policy, Tree
+from pyckpt.train.state import values
+from pyckpt.train.state.saved import Path, Policy, Tree
 
 __all__ = ["Entry", "GradScalerEntry", "StatefulEntry", "ValueEntry"]
 

@@ -27,17 +27,17 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from pyckpt.dcp import objects
-from pyckpt.errors import CorruptCheckpoint, PyckptError, printable
+from pyckpt.errors import CorruptCheckpoint, PyckptError
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
 from pyckpt.format.files import check_regular, open_regular, read_regular
 from pyckpt.format.flock import trying
-from pyckpt.train.fence import FOLDER
-from pyckpt.train.transient import Failure, failure_of, is_shortage, persist
+from pyckpt.printable import printable
+from pyckpt.train.store.fence import FOLDER
+from pyckpt.train.store.transient import Failure, failure_of, is_shortage, persist
 
 __all__ = [
     "NOTE_KEY",
-    "REMOVED",
     "Catalog",
     "CheckpointInfo",
     "DirectoryEntry",
@@ -51,8 +51,6 @@ _logger = logging.getLogger("pyckpt")
 NOTE_KEY = "pyckpt.checkpoint"
 """The key, beside those of the state, under which a checkpoint says of itself what no tensor says:
 a string of JSON with its step, whether it is final, and the metrics that came with it."""
-
-REMOVED = commit.REMOVED
 
 _DIRECTORY = re.compile(r"step-(\d{8,})")
 _NAMES_SHOWN = 3
@@ -99,18 +97,18 @@ class DirectoryEntry:
 
     path: Path
     step: int | None
-    """None where the name is not that of a checkpoint."""
+    """None if the name is not that of a checkpoint."""
     state: Literal["valid", "unfinished", "removed", "damaged", "foreign", "unreadable"]
     """``unfinished``: a save that did not get to its commit. ``removed``: a removal that was
     interrupted. ``damaged``: it was committed, and something is missing or altered since.
-    ``foreign``: not a checkpoint of ours. ``unreadable``: this process cannot look at it, which
-    says nothing of what it is."""
+    ``foreign``: not a checkpoint of pyckpt. ``unreadable``: this process cannot look at it, so
+    nobody knows what it is."""
     reason: str = ""
     """Why it is not valid, for people."""
     checkpoint: CheckpointInfo | None = None
-    """Set where it is valid."""
+    """The checkpoint, if it is valid."""
     error: OSError | None = None
-    """Set where it is unreadable."""
+    """Why it is unreadable, if it is."""
 
     def __str__(self) -> str:
         return f"{self.path.name}: {self.state}" + (f" ({self.reason})" if self.reason else "")
@@ -291,7 +289,7 @@ class Catalog:
             return DirectoryEntry(path, step, "foreign", str(gone))
         if commit.metadata_name() in names:
             return DirectoryEntry(path, step, "damaged", str(error))
-        if REMOVED in names:
+        if commit.REMOVED in names:
             return DirectoryEntry(path, step, "removed", "its removal was interrupted")
         if commit.lost_metadata(names):
             return DirectoryEntry(path, step, "damaged", commit.LOST_METADATA)

@@ -17,7 +17,7 @@ from pyckpt.format.envelope import envelope_of
 from pyckpt.format.files import open_regular
 from pyckpt.format.item import HEAD_BYTES, TAIL_BYTES, Locator
 from pyckpt.format.metadata import StorageInfo
-from pyckpt.train.pieces import Window
+from pyckpt.train.store.pieces import Window
 
 __all__ = ["verify_envelopes"]
 

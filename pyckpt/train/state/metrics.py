@@ -19,8 +19,8 @@ from torch import nn
 
 from pyckpt.dcp.report import some
 from pyckpt.errors import LoadError
-from pyckpt.train.per_rank import RankState, Unfit
-from pyckpt.train.saved import Policy, Rank
+from pyckpt.train.state.per_rank import RankState, Unfit
+from pyckpt.train.state.saved import Policy, Rank
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -39,24 +39,26 @@ class MetricState(RankState):
 
         state = {"model": model, "metrics": pyckpt.MetricState(model)}
 
-    Each rank saves what it has accumulated, with ``update_count``, and gets it back; nothing is
-    synchronised. On another number of ranks, states are merged and split by their reduction:
+    Each rank saves what it has accumulated, with ``update_count``, and gets it back. Nothing is
+    synchronised. On another number of ranks, a state is merged or split by its reduction:
 
-    - ``sum``, ``cat``: fewer ranks add up, or join, those of neighbours; a rank more has nothing.
-    - ``max``, ``min``: the same, and a rank more has that of all.
+    - ``sum``, ``cat``: fewer ranks add up, or join, the states of neighbours. A rank that is new
+      has nothing.
+    - ``max``, ``min``: fewer ranks take those of neighbours. A rank that is new has that of all.
     - ``mean``: every rank has the mean of all, weighted by their update counts, and an equal share
       of the updates.
-    - none, or a function: there is no telling; it is refused, unless there were no updates.
+    - none, or a function: nobody can tell what to do. It is refused, unless there were no updates.
 
     Args:
         metrics: a metric, a ``MetricCollection``, any module that contains metrics, or a dict or
             list of these.
-        consolidate: save one state of all ranks, as metrics synchronise: collective, on all ranks.
-            Metrics go on with their local states after. When loaded, ``sum`` and ``cat`` are rank
-            0's, and zero and empty elsewhere; ``max``, ``min`` and ``mean`` are everyone's. What
-            cannot be reduced is refused when saving. In a single process nothing is synchronised.
+        consolidate: save one state of all ranks, synchronised as metrics do it. Saving is then
+            collective. Metrics go on with their local states after it. When it is loaded, rank 0
+            has ``sum`` and ``cat``, and other ranks have zero and nothing; all ranks have ``max``,
+            ``min`` and ``mean``. A state without a reduction is refused when it is saved. In a
+            single process nothing is synchronised.
 
-    Whichever way a checkpoint was saved, it is loaded that way.
+    A checkpoint is loaded in the way in which it was saved, whatever ``consolidate`` says.
 
     Raises:
         ModuleNotFoundError: torchmetrics is not installed.

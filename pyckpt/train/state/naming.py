@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from pyckpt.dcp.report import some
 from pyckpt.dcp.whole import KEYS
 from pyckpt.errors import LoadError
-from pyckpt.train.modules import Names, without_wrappers
+from pyckpt.train.state.modules import Names, without_wrappers
 
 __all__ = ["ParameterNames", "tensor_names"]
 

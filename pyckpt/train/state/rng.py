@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from pyckpt.errors import CorruptCheckpoint
-from pyckpt.train.per_rank import RankState
-from pyckpt.train.saved import Policy, Rank
+from pyckpt.train.state.per_rank import RankState
+from pyckpt.train.state.saved import Policy, Rank
 
 __all__ = ["RngState"]
 
@@ -21,11 +21,13 @@ class RngState(RankState):
     """The random number generators of each rank: Python's, NumPy's global one, torch's on the CPU
     and on every CUDA device that is in use.
 
-    On another number of ranks, those that existed go on with theirs. A new rank takes what all had
-    in common; where the ranks' generators differed, its own is seeded from rank 0's state and its
-    number, so that it is independent of the others and the same in every run. Of CUDA devices, that
-    which was current gives its state to the one that is; others go by their number. Where CUDA was
-    not in use, its generators stay as they are.
+    On another number of ranks, a rank that existed before goes on with its generators. A new rank
+    takes a generator as it was if all ranks had the same. If they differed, the new rank's is
+    seeded from the state of rank 0's and from its own number: it is independent of the others, and
+    the same in every run.
+
+    The CUDA device that was current gives its state to the one that is current now. Other devices
+    get the state of their number. If CUDA was not in use, its generators stay as they are.
     """
 
     def _own(self, rank: Rank) -> Any:

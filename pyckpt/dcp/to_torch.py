@@ -1,4 +1,4 @@
-"""All that a checkpoint holds, without a state to load it into."""
+"""All that a checkpoint holds, in one file."""
 
 from __future__ import annotations
 
@@ -6,32 +6,15 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from pyckpt.dcp.load import load
+from pyckpt.dcp.load import load_all
 from pyckpt.dcp.objects import Allowed
-from pyckpt.dcp.reader import DirectReader
-from pyckpt.format.paths import paths
+from pyckpt.engine import Engine
 
-__all__ = ["load_all", "to_torch"]
-
-
-def load_all(
-    path: str | os.PathLike[str],
-    *,
-    allow: Sequence[Allowed] = (),
-    device: torch.device | str = "cpu",
-    verify: Literal["items", "none"] = "items",
-) -> dict[str, Any]:
-    """What was saved, in dicts and lists as it was then; each process loads for itself."""
-    reader = DirectReader(path, verify=verify)
-    metadata = reader.read_metadata()
-    names = dict.fromkeys(str(path[0]) for path in paths(metadata).values())
-    state: dict[str, Any] = dict.fromkeys(names)
-    load(state, reader=reader, allow=allow, device=device, no_dist=True)
-    return state
+__all__ = ["to_torch"]
 
 
 def to_torch(
@@ -39,6 +22,8 @@ def to_torch(
     file: str | os.PathLike[str],
     *,
     allow: Sequence[Allowed] = (),
+    direct: Literal["auto", "require", "off"] = "auto",
+    engine: Engine | None = None,
 ) -> None:
     """Write all that a checkpoint holds into one file, for ``torch.load``.
 
@@ -49,12 +34,14 @@ def to_torch(
         path: the checkpoint's directory.
         file: the file to write; one that is there is replaced.
         allow: see `pyckpt.load`.
+        direct: whether reading bypasses the page cache, as for `DirectReader`.
+        engine: the memory and threads to use; by default those that everyone shares.
 
     Raises:
         OSError: a file cannot be read or written.
         PyckptError: as `pyckpt.load`.
     """
-    state = load_all(path, allow=allow)
+    state = load_all(path, allow=allow, direct=direct, engine=engine)
     target = Path(file)
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
     try:

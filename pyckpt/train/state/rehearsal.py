@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from pyckpt.dcp import objects
 from pyckpt.format.files import open_regular
-from pyckpt.train.per_rank import check_complete
-from pyckpt.train.saved import Tree, tree
+from pyckpt.train.state.per_rank import check_complete
+from pyckpt.train.state.saved import Tree, tree
 
 __all__ = ["rehearse"]
 

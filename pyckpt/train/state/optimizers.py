@@ -20,11 +20,11 @@ from pyckpt import optim
 from pyckpt.dcp.report import some
 from pyckpt.errors import LoadError
 from pyckpt.optim.wrappers import unsaved, unwrapped
-from pyckpt.train import values
-from pyckpt.train.entry import Entry, StatefulEntry
-from pyckpt.train.modules import Names, is_fsdp1, sharded, without_wrappers
-from pyckpt.train.naming import ParameterNames
-from pyckpt.train.saved import Path, Tree
+from pyckpt.train.state import values
+from pyckpt.train.state.entry import Entry, StatefulEntry
+from pyckpt.train.state.modules import Names, is_fsdp1, sharded, without_wrappers
+from pyckpt.train.state.naming import ParameterNames
+from pyckpt.train.state.saved import Path, Tree
 
 __all__ = ["OptimizerEntry", "optimizer_entry"]
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format.paths import Path, paths
 
-__all__ = ["Path", "Policy", "Rank", "Tree", "leaves", "paths", "tree"]
+__all__ = ["Path", "Policy", "Rank", "Tree", "leaves", "tree"]
 
 Tree: TypeAlias = Any
 """A dict by path part (an int in a list), down to the metadata of an item."""

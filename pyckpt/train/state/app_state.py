@@ -20,14 +20,15 @@ from pyckpt.dcp.renaming import Rename, moved, renamed
 from pyckpt.dcp.report import LoadReport, some
 from pyckpt.dcp.together import together
 from pyckpt.errors import LoadError, PyckptError
+from pyckpt.format.paths import paths
 from pyckpt.optim.wrappers import unwrapped
-from pyckpt.train.entry import Entry, GradScalerEntry, StatefulEntry, ValueEntry
-from pyckpt.train.modules import ModuleEntry, Trainable, is_fsdp1, quiet, reshard
-from pyckpt.train.naming import tensor_names
-from pyckpt.train.optimizers import OptimizerEntry, optimizer_entry
-from pyckpt.train.per_rank import PerRank, RankEntry, RankState
-from pyckpt.train.rng import RngState
-from pyckpt.train.saved import Path, Policy, Rank, paths, tree
+from pyckpt.train.state.entry import Entry, GradScalerEntry, StatefulEntry, ValueEntry
+from pyckpt.train.state.modules import ModuleEntry, Trainable, is_fsdp1, quiet, reshard
+from pyckpt.train.state.naming import tensor_names
+from pyckpt.train.state.optimizers import OptimizerEntry, optimizer_entry
+from pyckpt.train.state.per_rank import PerRank, RankEntry, RankState
+from pyckpt.train.state.rng import RngState
+from pyckpt.train.state.saved import Path, Policy, Rank, tree
 
 __all__ = ["AppState"]
 

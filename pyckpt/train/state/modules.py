@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from pyckpt.dcp.leaves import whole_size
 from pyckpt.dcp.report import some
 from pyckpt.errors import LoadError
-from pyckpt.train import values
-from pyckpt.train.entry import Entry
-from pyckpt.train.saved import Path, Tree
+from pyckpt.train.state import values
+from pyckpt.train.state.entry import Entry
+from pyckpt.train.state.saved import Path, Tree
 
 __all__ = [
     "ModuleEntry",
@@ -137,13 +137,14 @@ class Trainable:
 
         state = {"model": pyckpt.Trainable(model), "optimizer": optimizer}
 
-    That are the parameters that require gradients, and the buffers of submodules that have such
-    parameters of their own. The rest, such as what a LoRA adapter is put into, the program makes as
-    it did before; restoring leaves it as it is, and so a checkpoint of the whole module is restored
-    as far as it is trained.
+    What is trained are the parameters that require gradients, and the buffers of submodules that
+    have such parameters of their own. The program makes the rest as it did before, such as the
+    model that a LoRA adapter is put into, and restoring leaves it as it is. From a checkpoint of
+    the whole module, only what is trained is restored.
 
     Args:
-        module: the module, wrapped or not. What requires gradients counts when it is saved.
+        module: the module, wrapped or not. Whether a parameter requires gradients is looked at when
+            it is saved, and when it is restored.
 
     Attributes:
         module: as given.

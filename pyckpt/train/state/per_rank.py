@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from pyckpt.dcp.whole import Whole
 from pyckpt.errors import CorruptCheckpoint, LoadError
-from pyckpt.train import values
-from pyckpt.train.entry import Entry
-from pyckpt.train.saved import Path, Policy, Rank, Tree
+from pyckpt.train.state import values
+from pyckpt.train.state.entry import Entry
+from pyckpt.train.state.saved import Path, Policy, Rank, Tree
 
 __all__ = ["PerRank", "RankEntry", "RankState", "Unfit", "check_complete"]
 
@@ -143,14 +143,15 @@ class PerRank(RankState):
 
         state = {"model": model, "replay": pyckpt.PerRank(buffer)}
 
-    On as many ranks as saved it, each gets its own again. On another number, ``merge`` decides;
-    it is called on every rank as ``merge(states, rank, world_size)``, with the states of all the
-    ranks that saved, in their order, and returns what this rank, of so many, is to load. There
-    are two in `pyckpt.merges`: ``first`` and ``share``.
+    On as many ranks as saved it, each rank gets its own again. On another number of ranks,
+    ``merge(states, rank, world_size)`` is called on every rank, with the states of all ranks that
+    saved, in their order. It returns what rank ``rank`` of ``world_size`` is to load. There are two
+    in `pyckpt.merges`: ``first`` and ``share``.
 
     Args:
         value: an object with ``state_dict`` and ``load_state_dict``, or plain values and tensors.
-        merge: see above; by default the object's own method of that name, if it has one.
+        merge: a function, as above. The default is the object's own method of that name, if it has
+            one.
 
     Attributes:
         value: as given; a dict or list is filled in place by loading, any other plain value is

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pyckpt.dcp.parts import name_ranks
 from pyckpt.errors import RanksLost
 from pyckpt.locks import fork_safe_lock
-from pyckpt.train.roll_call import RollCall
+from pyckpt.train.sync.roll_call import RollCall
 
 __all__ = ["Ranks"]
 

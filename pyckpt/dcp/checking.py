@@ -1,0 +1,136 @@
+"""Whether what was read is what was saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from pyckpt import _C
+from pyckpt.errors import CorruptCheckpoint
+from pyckpt.format.item import Payload, has_its_checksums
+from pyckpt.format.metadata import StorageInfo
+
+__all__ = ["Check", "Verification", "damaged"]
+
+
+@dataclass(slots=True)
+class Check:
+    """What to verify of a tensor once its parts are read."""
+
+    key: str
+    info: StorageInfo
+    payload: Payload
+    tiles: list[tuple[int, int, int]]
+    """Of the payload's bytes that were read: the first, the one behind the last, their CRC-32."""
+
+
+class Verification:
+    """The checks of one load.
+
+    Args:
+        path: directory of the checkpoint.
+        enabled: whether to compare checksums; if not, all that is read counts as unverified.
+    """
+
+    def __init__(self, path: Path, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.unverified: set[str] = set()
+        """Keys of what was read, and could not be checked."""
+        self._path = path
+        self._checks: dict[tuple[str, int], Check] = {}
+
+    def of(self, item: ReadItem, info: StorageInfo, payload: Payload) -> Check:
+        """The check of a saved tensor, of which an item reads a part."""
+        place = (info.relative_path, info.offset)
+        check = self._checks.get(place)
+        if check is None:
+            check = self._checks[place] = Check(item.storage_index.fqn, info, payload, [])
+        return check
+
+    def check_tensors(self) -> None:
+        """Raise unless what was read whole has the checksum that it should have."""
+        if not self.enabled:
+            self.unverified.update(check.key for check in self._checks.values())
+            return
+        wrong = []
+        for check in self._checks.values():
+            crc32 = _checksum_of(check)
+            if crc32 is None or check.payload.crc32 is None:
+                self.unverified.add(check.key)
+            elif crc32 != check.payload.crc32:
+                wrong.append((check, crc32))
+        self._checks.clear()
+        if wrong:
+            check, found = wrong[0]
+            raise _mismatch(
+                check.key,
+                self._path / check.info.relative_path,
+                check.info.offset + check.payload.offset,
+                check.payload.crc32,
+                found,
+                others=len(wrong) - 1,
+            )
+
+    def check_bytes(self, item: ReadItem, info: StorageInfo, data: bytearray) -> None:
+        """Check an item that was read whole, as bytes."""
+        key = item.storage_index.fqn
+        expected = info.__dict__.get("crc32")
+        if not self.enabled:
+            self.unverified.add(key)
+            return
+        if expected is None:
+            # Another writer's. Not for objects: there may be thousands, and each takes a while.
+            sound = None
+            if item.type == LoadItemType.TENSOR:
+                sound = has_its_checksums(data)
+            if sound is None:
+                self.unverified.add(key)
+            elif not sound:
+                raise damaged(item, info, self._path, "its checksums do not match")
+            return
+        found = _C.crc32(data)
+        if found != expected:
+            path = self._path / info.relative_path
+            raise _mismatch(key, path, info.offset, expected, found)
+
+
+def _checksum_of(check: Check) -> int | None:
+    """The checksum of a payload from those of its tiles; None where they do not cover it."""
+    if len(check.tiles) == 1 and check.tiles[0][:2] == (0, check.payload.length):
+        return check.tiles[0][2]
+    crc32 = at = 0
+    for begin, end, checksum in sorted(check.tiles):
+        if begin > at:
+            return None
+        if begin == at:
+            crc32 = _C.crc32_shift(crc32, end - begin) ^ checksum
+            at = end
+        elif end > at:
+            return None  # tiles that overlap in part: nothing can be said of the whole
+    return crc32 if at == check.payload.length and check.tiles else None
+
+
+def damaged(item: ReadItem, info: StorageInfo, path: Path, what: str) -> CorruptCheckpoint:
+    """An error that says which item is damaged, and how."""
+    return CorruptCheckpoint(
+        f"{item.storage_index.fqn} in {path / info.relative_path} at {info.offset}: {what}",
+        key=item.storage_index.fqn,
+        path=str(path / info.relative_path),
+        offset=info.offset,
+    )
+
+
+def _mismatch(
+    key: str, path: Path, offset: int, expected: int | None, found: int, others: int = 0
+) -> CorruptCheckpoint:
+    more = f" ({others} more items are damaged)" if others else ""
+    return CorruptCheckpoint(
+        f"{key} in {path} at {offset}: CRC-32 expected {expected:#010x}, found {found:#010x}{more}",
+        key=key,
+        path=str(path),
+        offset=offset,
+        expected=expected,
+        found=found,
+    )

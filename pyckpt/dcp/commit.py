@@ -1,0 +1,240 @@
+"""What makes a save count: describe it, commit the description, sweep out what no longer counts."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakSet
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.storage import WriteResult
+
+from pyckpt.dcp.items import Packed, size_of_file, unpack
+from pyckpt.dcp.parts import Part, host_name
+from pyckpt.dcp.plans import GlobalPlan
+from pyckpt.errors import SaveError
+from pyckpt.format import commit
+from pyckpt.format.claim import Claim, turn
+from pyckpt.format.metadata import encode
+from pyckpt.locks import fork_safe_lock
+from pyckpt.private import CURRENT_DCP_VERSION
+from pyckpt.timeline import named
+
+__all__ = ["DataFile", "Destination", "Results", "describe"]
+
+Results = Sequence[Sequence[WriteResult | Packed]]
+"""What each rank wrote."""
+
+# Commits of one process take turns: a commit and the sweep after it must see no half of another.
+_commit_lock = fork_safe_lock()
+# Data files of saves under way that other saves of this process, into the same directory, must not
+# sweep out. Ranks need no such thing, since their collectives keep their saves apart.
+_unfinished: set[Path] = set()
+# Claims of this process. Only the rank that commits hears how a save ended, and whoever keeps an
+# error keeps the writer that raised it: those of the others may last until the next save.
+_claims: WeakSet[Claim] = WeakSet()
+
+
+class DataFile:
+    """The file that a rank writes in one save.
+
+    Args:
+        path: of the file.
+        shared: whether other ranks take part in the save. The file of a save without others is
+            kept from the sweeps of other saves of this process.
+    """
+
+    def __init__(self, path: Path, *, shared: bool) -> None:
+        self.path = path
+        self._claim: Claim | None = None
+        if not shared:
+            _unfinished.add(path)
+
+    def claim(self) -> None:
+        """Keep the file from the sweeps of other processes. It must be there."""
+        self._claim = Claim(self.path)
+        _claims.add(self._claim)
+
+    def let_go(self) -> None:
+        """The save was committed, or has failed. Idempotent."""
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            claim.release()
+        _unfinished.discard(self.path)
+
+
+@dataclass(frozen=True)
+class Destination:
+    """The directory that a save goes to, and how this rank saves there."""
+
+    path: Path
+    rank: int
+    each_commits: bool
+    """Whether each rank commits what it wrote, for itself alone."""
+    sync: bool
+    """Whether what is committed must be durable first."""
+    is_fenced: bool
+    """Whether somebody else sees to it that no other process saves there."""
+
+    @property
+    def metadata_name(self) -> str:
+        """The name of the file that makes the save count."""
+        return commit.metadata_name(self.rank if self.each_commits else None)
+
+    @property
+    def _own_rank(self) -> int | None:
+        """The rank whose files this process may remove; None for all."""
+        return self.rank if self.each_commits else None
+
+    def turn(self, *, shared: bool = False) -> AbstractContextManager[None]:
+        """Keep processes that save there apart: one that sweeps, or commits, from all others."""
+        # Where each rank commits for itself, none removes what is not its own.
+        return (
+            nullcontext() if self.is_fenced or self.each_commits else turn(self.path, shared=shared)
+        )
+
+    def release_claims(self) -> None:
+        """Give up what earlier saves of this process claimed there, and did not get to release."""
+        here = os.path.realpath(self.path)
+        for claim in list(_claims):
+            if claim.path not in _unfinished and os.path.realpath(claim.path.parent) == here:
+                claim.release()
+
+    def sweep_remains(self, before: Callable[[], None]) -> None:
+        """Make room: remove what earlier saves that failed left, of all ranks, before any rank of
+        this save writes. ``before`` is called first, and may refuse by raising."""
+        with _commit_lock, self.turn():
+            before()
+            commit.begin_save(
+                self.path, self._unfinished_names(), sync=self.sync, rank=self._own_rank
+            )
+
+    def commit(
+        self,
+        data: bytes,
+        files: set[str],
+        *,
+        check: Callable[[], None],
+        before_rename: Callable[[], None],
+    ) -> None:
+        """Make a save count, and remove what no longer does.
+
+        Args:
+            data: the bytes of the ``.metadata`` file.
+            files: the names of the data files that it speaks of.
+            check: called while no other save is committed or swept there. It raises where what
+                ``data`` says is not so.
+            before_rename: called right before the rename that makes the save count.
+        """
+        with _commit_lock, self.turn(), named("commit", len(data)):
+            check()
+            name = self.metadata_name
+            commit.commit_metadata(
+                self.path, name, data, sync=self.sync, before_rename=before_rename
+            )
+            commit.remove_unnamed(
+                self.path,
+                files | self._unfinished_names(),
+                committed=name,
+                rank=self._own_rank,
+            )
+
+    def look_for_files(
+        self, results: Results, parts: Mapping[int, Part], own: DataFile | None
+    ) -> None:
+        """Check that the files of all ranks are where this one sees them, before they count. No
+        cache says what is not so: nobody on this machine has looked for these names before.
+
+        Args:
+            results: what the ranks say that they wrote.
+            parts: where they say that they are, as far as this rank knows.
+            own: this rank's file.
+
+        Raises:
+            FileNotFoundError: this rank's own file was removed.
+            SaveError: this rank does not see what another wrote.
+        """
+        for rank, of_rank in enumerate(results):
+            file = size_of_file(of_rank)
+            if file is None:
+                continue
+            name, size = file
+            try:
+                found: int | None = os.stat(self.path / name).st_size
+            except FileNotFoundError:
+                found = None
+            if found is not None and found >= size:
+                continue
+            if own is not None and self.path / name == own.path and found is None:
+                raise FileNotFoundError(
+                    errno.ENOENT, "removed before its save was committed", str(own.path)
+                )
+            part = parts.get(rank)
+            where = "" if part is None else f" ({part.host}), into {part.path}"
+            raise SaveError(
+                f"rank {rank} wrote {size} bytes to {name}{where}; "
+                f"rank {self.rank} ({host_name()}), which commits, "
+                f"{'does not see that file' if found is None else f'sees {found} bytes of it'} "
+                f"in {self.path}. All ranks must save into one directory, on a file system that "
+                "they share; nothing was committed"
+            )
+
+    def _unfinished_names(self) -> set[str]:
+        here = os.path.realpath(self.path)
+        others = tuple(_unfinished)
+        return {path.name for path in others if os.path.realpath(path.parent) == here}
+
+
+def describe(
+    metadata: Metadata, results: Results, plan: GlobalPlan | None, *, path: Path, save_id: str
+) -> tuple[bytes, set[str]]:
+    """Complete the metadata of a save; return the bytes of its ``.metadata`` file, and the names of
+    its data files.
+
+    Args:
+        metadata: what DCP made of the plan. Its ``storage_data`` is left out where the bytes are
+            made by a template.
+        results: what the ranks wrote.
+        plan: of the save, where the coordinator remembers it.
+        path, save_id: of the checkpoint.
+    """
+    metadata.version = CURRENT_DCP_VERSION
+    metadata.storage_meta = StorageMeta(checkpoint_id=str(path), save_id=save_id)
+    before = None if plan is None else plan.results
+    if plan is not None and not plan.is_plan_of(metadata):
+        plan = None  # the planner has put something else in
+    if plan is not None and before is not None:
+        # A rank that writes nothing says nothing.
+        packed = [of_rank[0] if of_rank else Packed("", b"") for of_rank in results]
+        ranks = [of_rank for of_rank in packed if isinstance(of_rank, Packed)]
+        if len(ranks) == len(packed):
+            data = plan.template().fill(
+                str(path),
+                save_id,
+                [of_rank.name for of_rank in ranks],
+                [of_rank.places for of_rank in ranks],
+            )
+            if data is not None:
+                return data, {of_rank.name for of_rank in ranks} - {""}
+    full = [list(_unpacked(of_rank, rank, before)) for rank, of_rank in enumerate(results)]
+    if plan is not None:
+        plan.results = full
+    metadata.storage_data = {
+        result.index: result.storage_data for of_rank in full for result in of_rank
+    }
+    return encode(metadata), {info.relative_path for info in metadata.storage_data.values()}
+
+
+def _unpacked(
+    of_rank: Sequence[WriteResult | Packed], rank: int, before: Sequence[list[WriteResult]] | None
+) -> Iterator[WriteResult]:
+    for result in of_rank:
+        if isinstance(result, Packed):
+            assert before is not None  # or else the planner would not have called it settled
+            yield from unpack(result, before[rank])
+        else:
+            yield result

@@ -1,0 +1,148 @@
+"""One rank's part of a save: the items of its plan, on their way into its file."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+from pyckpt import _C
+from pyckpt.collector import collector_paused
+from pyckpt.dcp.items import (
+    Packed,
+    Raw,
+    add,
+    add_known,
+    expected_size,
+    first_write_of,
+    places_of,
+    write_result,
+)
+from pyckpt.dcp.known_planners import KNOWN_PLANNERS
+from pyckpt.dcp.save_planner import SavePlanner
+from pyckpt.dcp.staging import Staging
+from pyckpt.statistics import WriteStatistics
+
+__all__ = ["PlannedItems", "WriteProgress", "tell_fallback"]
+
+_logger = logging.getLogger("pyckpt")
+
+_devices_told: set[int] = set()  # whose file systems refuse direct I/O, as the log has said
+
+
+class WriteProgress:
+    """How far a rank is with its part of a save. May be read from any thread."""
+
+    def __init__(self) -> None:
+        self.job: _C.WriteJob | None = None
+        """That writes the file; None before there is one."""
+        self.items: Sequence[WriteItem] = ()
+        """That the rank writes, as soon as it knows."""
+
+    @property
+    def statistics(self) -> WriteStatistics | None:
+        """Of what is written so far; None before writing began."""
+        job = self.job
+        return None if job is None else WriteStatistics.of(job.statistics())
+
+    @cached_property
+    def bytes_planned(self) -> int:
+        """Bytes of the tensors that this rank writes. Adds them up when it is asked, since those
+        who do not ask should not wait for it."""
+        return sum(
+            item.tensor_data.properties.dtype.itemsize * item.tensor_data.chunk.sizes.numel()
+            for item in self.items
+            if item.tensor_data is not None
+        )
+
+    @property
+    def fraction(self) -> float:
+        """How much is written, from 0 to 1."""
+        statistics = self.statistics
+        if statistics is None or not self.bytes_planned:
+            return 0.0
+        return min(1.0, statistics.bytes_written / self.bytes_planned)
+
+
+class PlannedItems:
+    """The items of a rank's plan.
+
+    Args:
+        plan: the final one.
+        planner: it resolves the items.
+        staging: the copies that are written; None for a save that waits.
+    """
+
+    def __init__(self, plan: SavePlan, planner: StockSavePlanner, staging: Staging | None) -> None:
+        self._plan = plan
+        self._planner = planner
+        self._staging = staging
+        # Not of a class made from it, which may resolve items to something else.
+        self._ours = planner if type(planner) is SavePlanner else None
+        self._known = None if self._ours is None else self._ours.known
+        self._first = None if self._known is None else self._known.first_write
+        self._raws: list[Raw] = []
+
+    @property
+    def expected_size(self) -> int:
+        """Bytes that the file will have, about; objects are not counted."""
+        return expected_size(self._plan) if self._first is None else self._first.expected_size
+
+    def add_to(self, job: _C.WriteJob) -> None:
+        """Give all items to the job that writes the file."""
+        items = self._plan.items
+        if self._ours is not None and self._first is not None:
+            tensors = self._ours.tensors()
+            self._raws = add_known(job, self._ours, items, tensors, self._first, self._settle)
+            return
+        if type(self._planner) not in KNOWN_PLANNERS:
+            self._settle()
+        self._raws = [add(job, self._planner, item, self._settle) for item in items]
+
+    def results(self, name: str, places: bytes, *, learn: bool) -> list[WriteResult]:
+        """What DCP is told of the items; and remember, of a plan's first save, how it was written.
+
+        Args:
+            name: of the file.
+            places: where the items lie in it, as the job packs them.
+            learn: whether later saves may stage what this rank writes, and nothing else.
+        """
+        ours, known, first = self._ours, self._known, self._first
+        if ours is not None and first is not None and ours.settled and self._raws == first.raws:
+            # To DirectWriter.finish, which knows what to make of it.
+            return [Packed(name, places)]  # type: ignore[list-item]
+        with collector_paused():
+            if ours is not None and known is not None and first is None:
+                known.first_write = first_write_of(self._plan, self._raws, ours.tensors())
+                if learn and self._staging is not None:
+                    self._staging.learn(known)
+            return [
+                write_result(item, name, raw, place)
+                for item, raw, place in zip(
+                    self._plan.items, self._raws, places_of(places), strict=True
+                )
+            ]
+
+    def _settle(self) -> None:
+        if self._staging is not None:
+            self._staging.settle()
+
+
+def tell_fallback(directory: Path, reason: str | None) -> None:
+    """Say in the log, once a device, why its file system was not written to directly."""
+    if not reason:
+        return
+    device = os.stat(directory).st_dev
+    if device not in _devices_told:
+        _devices_told.add(device)
+        _logger.warning(
+            "%s: the file system refused direct I/O (%s); saves go through the page cache",
+            directory,
+            reason,
+        )

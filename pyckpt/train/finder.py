@@ -1,0 +1,122 @@
+"""The half of a Checkpointer that looks, checks and exports, and changes nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from pyckpt.engine import Engine
+from pyckpt.train.arguments import directory_of, step_of
+from pyckpt.train.state.rehearsal import rehearse
+from pyckpt.train.store import export as exporting
+from pyckpt.train.store.catalog import Catalog, CheckpointInfo, DirectoryEntry
+from pyckpt.train.store.envelopes import verify_envelopes
+from pyckpt.train.store.pieces import Direct, verify
+from pyckpt.train.store.tensors import RenameTensors
+
+__all__ = ["Finder"]
+
+
+class Finder:
+    """Finds the checkpoints in a directory. Each rank, and any other process, may do so alone."""
+
+    def __init__(
+        self, directory: str | os.PathLike[str], direct: Direct, engine: Engine | None
+    ) -> None:
+        if direct not in ("auto", "require", "off"):
+            raise ValueError(f"{direct = } must be 'auto', 'require' or 'off'.")
+        self.directory = directory_of(directory)
+        self._direct: Direct = direct
+        self._engine = engine
+        self._catalog = Catalog(self.directory, verify=partial(_verify, direct, engine))
+
+    def checkpoints(self, *, verify: bool = False) -> list[CheckpointInfo]:
+        """The valid checkpoints, oldest first.
+
+        A checkpoint is valid if its metadata is complete, and all its files are there and of the
+        right size.
+
+        Args:
+            verify: read all of them, and list only those whose checksums match.
+        """
+        entries = self._catalog.entries(verify=verify)
+        return [entry.checkpoint for entry in entries if entry.checkpoint is not None]
+
+    def inspect(self, *, verify: bool = False) -> list[DirectoryEntry]:
+        """Everything in the directory: what each entry is, and why it is not valid if it is not.
+
+        Args:
+            verify: read all checkpoints, and call those damaged whose checksums do not match.
+        """
+        return self._catalog.entries(verify=verify)
+
+    def latest(self) -> CheckpointInfo | None:
+        """The newest valid checkpoint that this rank sees; None if there is none.
+
+        Raises:
+            OSError: this rank cannot look at the directory, or at what may be the newest.
+        """
+        return self._catalog.newest()
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        step: int | None = None,
+        *,
+        format: Literal["safetensors", "torch"] = "safetensors",
+        key: str | None = "model",
+        rename: RenameTensors | None = None,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str = "5GB",
+        tied: Mapping[str, str] | None = None,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    ) -> list[Path]:
+        """Write the model of a checkpoint, in one piece, as files that other programs read.
+
+        This is `pyckpt.export`, which says what the other arguments are, for a checkpoint given by
+        its step. It uses the ``engine`` of this Checkpointer, and reads as its ``direct`` says.
+
+        Args:
+            path: a directory, which is made where it is missing.
+            step: the checkpoint; by default the newest valid one.
+
+        Returns:
+            The files written. The last of them makes the others count: the index, or the only file
+            of weights.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint of that step, or none at all.
+            Exception: as `pyckpt.export`.
+        """
+        if step is None:
+            newest = self.latest()
+            if newest is None:
+                raise FileNotFoundError(2, "no valid checkpoint", str(self.directory))
+            source = newest.path
+        else:
+            source = self._catalog.path(step_of(step))
+        return exporting.export(
+            source,
+            path,
+            format=format,
+            key=key,
+            rename=rename,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            tied=tied,
+            config=config,
+            direct=self._direct,
+            engine=self._engine,
+        )
+
+
+def _verify(direct: Direct, engine: Engine | None, path: Path, metadata: Metadata) -> None:
+    verify(path, metadata, direct=direct, engine=engine)
+    verify_envelopes(path, metadata)
+    rehearse(path, metadata)

@@ -1,0 +1,172 @@
+"""What is saved at which step. Decided on the training thread, on all ranks alike."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pyckpt.train.handle import SaveHandle
+from pyckpt.train.policy import Policy
+from pyckpt.train.saver import Saver
+from pyckpt.train.statistics import Stopwatch
+from pyckpt.train.sync.agreement import Agreement
+from pyckpt.train.sync.ranks import Ranks
+from pyckpt.train.sync.requests import Requests
+
+__all__ = ["Schedule"]
+
+_logger = logging.getLogger("pyckpt")
+
+
+class Schedule:
+    """Starts the saves that are due. For one thread, which trains.
+
+    Args:
+        policy: which steps are due.
+        when_busy: what to do if a save is due while another is under way; see ``Checkpointer``.
+        overwrite: whether a save replaces a checkpoint of its step, unless the call says.
+        best_by: the metric that decides which checkpoints are kept, if one does.
+        saver, requests, agreement, ranks, stopwatch: of the Checkpointer.
+
+    Attributes:
+        stop_requested: whether training is asked to stop, and the state was saved for it.
+        skipped: how many saves were left out.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        when_busy: Literal["skip", "wait"],
+        overwrite: bool,
+        best_by: str | None,
+        saver: Saver,
+        requests: Requests,
+        agreement: Agreement,
+        ranks: Ranks,
+        stopwatch: Stopwatch,
+    ) -> None:
+        self._policy = policy
+        self._when_busy = when_busy
+        self._overwrite = overwrite
+        self._best_by = best_by
+        self._saver = saver
+        self._requests = requests
+        self._agreement = agreement
+        self._ranks = ranks
+        self._stopwatch = stopwatch
+        self._step: int | None = None  # the last one that was told
+        self._saved: SaveHandle | None = None  # the last save, of what was not restored over since
+        self._calls = 0  # of `step`
+        self._owed = False  # whether the last save that was due was left out
+        self._last: tuple[int, Mapping[str, Any], Mapping[str, float]] | None = None  # if so
+        self.stop_requested = False
+        self.skipped = 0
+
+    def step(
+        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]
+    ) -> SaveHandle | None:
+        """See ``Checkpointer.step``."""
+        if self._step is not None and step <= self._step:
+            raise ValueError(f"{step = } must be larger than the one before it, {self._step}.")
+        self._stopwatch.enter(self._saver.busy)
+        handle = None
+        try:
+            # Not by the step, which is smaller again after an older one was restored.
+            self._calls += 1
+            facts = self._agreement.at(self._calls)
+            stopping = facts.stops > 0 and not self.stop_requested
+            if stopping:
+                self.stop_requested = True
+            else:
+                # If the ranks cannot agree any more, each tells of what it knows.
+                self._saver.raise_failure(None if self._ranks.lost else facts.failed)
+            self._step = step
+            if self._owed:
+                self._last = (step, state, metrics)
+            requested = facts.requests > self._requests.served
+            due = self._policy.due_at(step)
+            if not (stopping or requested or due):
+                return None
+            self._ranks.check()
+            failed = facts.failed == self._saver.started
+            if self._saved is not None and self._saved.step == step and not failed:
+                return self._saved  # `save` was called for this step
+            busy = facts.saved < self._saver.started
+            if busy and not stopping and self._when_busy == "skip":
+                if due:  # what was only requested is saved as soon as that can be
+                    self._tell_skipped(step)
+                    self._owed, self._last = True, (step, state, metrics)
+                return None
+            self._requests.served = facts.requests
+            handle = self._start(step, state, metrics)
+            return handle
+        finally:
+            blocked = None if handle is None else handle.statistics.blocked_seconds
+            self._stopwatch.leave(self._saver.busy, blocked)
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        *,
+        final: bool,
+        overwrite: bool | None,
+    ) -> SaveHandle:
+        """See ``Checkpointer.save``."""
+        self._saver.wait()
+        self._saver.raise_failure()
+        self._ranks.check()
+        handle = self._start(step, state, metrics, final=final, overwrite=overwrite)
+        if final:
+            self._saver.wait()
+            self._saver.raise_failure()
+        self._stopwatch.pause()
+        return handle
+
+    def go_back(self, step: int) -> None:
+        """The state is that of a step again."""
+        if self._step is not None:
+            self._step = min(self._step, step)
+        self._saved = None  # of a state that is no more
+        self._owed, self._last = False, None
+
+    def save_owed(self) -> None:
+        """Training ends: save what the last `step` was given, if a save before it was left out."""
+        if self._last is not None and self._ranks.lost is None:
+            self._start(*self._last)
+
+    def _start(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        *,
+        final: bool = False,
+        overwrite: bool | None = None,
+    ) -> SaveHandle:
+        best_by = self._best_by
+        if best_by is not None and best_by not in metrics and self._ranks.rank == 0:
+            _logger.warning("step %d has no metric %r, and is not among the best", step, best_by)
+        self._requests.saving()
+        self._owed, self._last = False, None
+        self._saved = self._saver.start(
+            step,
+            state,
+            metrics,
+            final=final,
+            overwrite=self._overwrite if overwrite is None else overwrite,
+        )
+        return self._saved
+
+    def _tell_skipped(self, step: int) -> None:
+        assert self._saver.handle is not None
+        self.skipped += 1
+        _logger.warning(
+            "step %d is not saved: the save of step %d is still under way; save less often, or "
+            "pass when_busy='wait'",
+            step,
+            self._saver.handle.step,
+        )

@@ -1,0 +1,1 @@
+"""The checkpoints in a directory: which there are, which go, how they are read and exported."""

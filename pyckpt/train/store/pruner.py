@@ -1,0 +1,236 @@
+"""Removes the checkpoints that need not be kept, while training goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+
+from pyckpt.errors import Superseded
+from pyckpt.format import commit
+from pyckpt.locks import fork_safe_lock
+from pyckpt.train.store.catalog import Catalog, CheckpointInfo
+from pyckpt.train.store.removal import remove
+from pyckpt.train.store.retention import Retention, stays_unread, surplus
+
+__all__ = ["Protected", "Protection", "Pruner", "prune"]
+
+_logger = logging.getLogger("pyckpt")
+
+
+class Protected:
+    """Steps that are not to be pruned. Any thread may add to them; what was added before its
+    removal began stays.
+
+    Attributes:
+        lock: held while it is decided that a checkpoint goes. Reentrant, for handlers of signals.
+    """
+
+    def __init__(self) -> None:
+        self.lock = fork_safe_lock()
+        self._counts: dict[int, int] = {}  # how often each step was added
+
+    def add(self, step: int) -> None:
+        with self.lock:
+            self._counts[step] = self._counts.get(step, 0) + 1
+
+    def discard(self, step: int) -> None:
+        """Undo one ``add``."""
+        with self.lock:
+            self._counts[step] -= 1
+            if not self._counts[step]:
+                del self._counts[step]
+
+    def __contains__(self, step: int) -> bool:
+        return step in self._counts
+
+    def steps(self) -> set[int]:
+        with self.lock:
+            return set(self._counts)
+
+
+class Protection:
+    """Keeps a checkpoint from being pruned, until ``release`` or the end of a ``with`` block.
+
+    Made by ``Checkpointer.protect``.
+    """
+
+    def __init__(self, protected: Protected, step: int) -> None:
+        self._protected = protected
+        self._step = step
+        self._held = True
+        protected.add(step)
+
+    def release(self) -> None:
+        """Let go. Idempotent."""
+        if self._held:
+            self._held = False
+            self._protected.discard(self._step)
+
+    def __enter__(self) -> Protection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Pruner:
+    """Removes, in a thread and after each commit, what is not to be kept. Prunes take turns.
+
+    Where training goes on from an older checkpoint, newer ones are *passed*: they neither count
+    among those to keep, nor go, until their step is saved again.
+
+    Args:
+        catalog: of the checkpoints.
+        retention: what to keep.
+        allowed: a block in which a removal may begin; raises `Superseded` where none may.
+        busy: steps that are being written; may change.
+        distrusted: steps whose checkpoints proved corrupt: they do not count, and stay; may change.
+
+    Attributes:
+        protected: steps that the program wants kept.
+        removed: how many checkpoints were removed.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        retention: Retention,
+        *,
+        allowed: Callable[[], AbstractContextManager[None]],
+        busy: Collection[int],
+        distrusted: Collection[int],
+    ) -> None:
+        self._catalog = catalog
+        self._retention = retention
+        self._allowed = allowed
+        self._busy = busy
+        self._distrusted = distrusted
+        self._passed: set[int] = set()
+        self._restored: int | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pyckpt-prune")
+        self.protected = Protected()
+        self.removed = 0
+
+    def committed(self, step: int) -> None:
+        """A step was saved: prune, keeping it."""
+        self._passed.discard(step)
+        with suppress(RuntimeError):  # the interpreter is ending; the next run prunes
+            self._thread.submit(self._prune, step)
+
+    def _prune(self, committed: int) -> None:
+        removed = prune(
+            self._catalog,
+            self._retention,
+            committed=(committed,),
+            protected=self.protected,
+            distrusted={*self._distrusted, *self._passed},
+            busy=self._busy,
+            allowed=self._allowed,
+        )
+        self.removed += len(removed)
+
+    def restored(self, step: int) -> None:
+        """Training goes on from a step."""
+        self._restored = step
+        self._passed = self._newer_than(step)
+
+    def begun(self) -> None:
+        """This job has begun to save, and from here on no other does. One may have since this one
+        restored: the log says so."""
+        if self._restored is None:
+            return
+        late = self._newer_than(self._restored) - self._passed - {*self._distrusted}
+        for step in sorted(late):
+            _logger.warning(
+                "another job saved %s after this one had restored step %d; the next restore will "
+                "find it first, unless its step is saved again, or it is moved away",
+                self._catalog.path(step),
+                self._restored,
+            )
+        self._passed |= late
+
+    def _newer_than(self, step: int) -> set[int]:
+        try:
+            newer = [found for found in self._catalog.steps() if found > step]
+            return {found for found in newer if self._catalog.examine(found).checkpoint is not None}
+        except OSError as error:  # the other ranks are through
+            _logger.warning("cannot tell what is newer than step %d: %s", step, error)
+            return set()
+
+    def wait(self) -> None:
+        """Wait for the prunes that were begun."""
+        self._thread.submit(int).result()
+
+    def close(self) -> None:
+        """Wait for the prunes that were begun; take no more."""
+        self._thread.shutdown()
+
+
+def prune(
+    catalog: Catalog,
+    retention: Retention,
+    *,
+    committed: Collection[int] = (),
+    protected: Protected | None = None,
+    distrusted: Collection[int] = (),
+    busy: Collection[int] = (),
+    allowed: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> list[int]:
+    """Remove what ``retention`` does not keep, and what interruptions left. Never raises.
+
+    Removals that were interrupted are finished. Saves that were interrupted are cleared away where
+    they are older than the newest valid checkpoint, since nothing will go on with them; damaged
+    and foreign directories are left for people to look at.
+
+    Args:
+        committed: steps that stay.
+        protected: the same, and may change meanwhile.
+        distrusted: steps that do not count as checkpoints, and stay.
+        busy: steps that are being written; their directories are not touched. May change, too.
+        allowed: a block in which a removal may begin; raises `Superseded` where none may.
+
+    Returns:
+        The steps whose checkpoints were removed.
+    """
+    removed: list[int] = []
+    protected = Protected() if protected is None else protected
+    try:
+        valid: list[CheckpointInfo] = []
+        leftover: list[int] = []
+        for step in catalog.steps():
+            if step in busy or step in distrusted:
+                continue
+            if (
+                stays_unread(step, valid, retention)
+                and (catalog.path(step) / commit.metadata_name()).exists()
+            ):
+                continue
+            entry = catalog.examine(step)
+            if entry.checkpoint is not None:
+                valid.append(entry.checkpoint)
+            elif entry.state == "removed" or (entry.state == "unfinished" and valid):
+                leftover.append(step)
+        going = surplus(valid, retention, protected={*committed, *protected.steps()})
+    except Exception as error:
+        _logger.warning("%s: nothing was pruned: %s", catalog.directory, error)
+        return removed
+    for step in [*leftover, *going]:
+        path = catalog.path(step)
+
+        @contextmanager
+        def beginning(step: int = step) -> Iterator[bool]:
+            with allowed(), protected.lock:
+                # Since the directory was looked through, that may have taken long.
+                yield step not in protected and step not in busy
+
+        try:
+            if remove(path, beginning=beginning, remains=step in leftover) and step in going:
+                removed.append(step)
+        except Superseded as error:
+            _logger.warning("nothing more is pruned: %s", error)
+            break
+        except Exception as error:  # training goes on; the next prune tries again
+            _logger.warning("%s was not removed, or not all of it: %s", path, error)
+    return removed

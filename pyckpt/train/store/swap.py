@@ -1,0 +1,119 @@
+"""How the files of an export take the places of those of an earlier one.
+
+They are written in a directory of their own, beside the earlier ones, and take their places when
+all of them are complete and durable. While they do, there is no index: a program that is killed
+leaves the old model, the new one, or files that do not load as a model.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from pyckpt.format import commit
+
+__all__ = ["CONFIG", "new_file", "put_in_place", "temporary_directory"]
+
+CONFIG = "config.json"
+"""The file beside the weights that says what model they are of."""
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Any]:
+    """A file that is durable at the end."""
+    with path.open("w+b", buffering=0) as file:
+        yield file
+        os.fsync(file.fileno())
+
+
+_TEMPORARY = re.compile(r"\.pyckpt-export-[0-9a-f]{32}")
+
+
+@contextmanager
+def temporary_directory(target: Path) -> Iterator[Path]:
+    """A directory in ``target`` for the files of one export, gone at the end. Those of exports that
+    were killed go, too: whoever uses one holds its lock."""
+    with _one_at_a_time(target):
+        for name in os.listdir(target):
+            if _TEMPORARY.fullmatch(name):
+                _remove_unused(target / name)
+        path = target / f".pyckpt-export-{uuid.uuid4().hex}"
+        path.mkdir()
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        with suppress(OSError):  # without locks others leave it alone
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)  # the next export tries again
+        os.close(descriptor)
+
+
+def _remove_unused(path: Path) -> None:
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _one_at_a_time(directory: Path) -> Iterator[None]:
+    """Exports into one directory take turns in here, where the file system has locks."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):  # a process that was forked meanwhile has it, too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _is_same_config(temporary: Path, target: Path, names: Sequence[str]) -> bool:
+    """Whether all that an export puts beside a single file is the ``config.json`` that is there."""
+    if list(names[:-1]) != [CONFIG]:
+        return False
+    try:
+        return (target / CONFIG).read_bytes() == (temporary / CONFIG).read_bytes()
+    except FileNotFoundError:
+        return False
+
+
+def put_in_place(
+    temporary: Path, target: Path, names: Sequence[str], kind: tuple[str, str]
+) -> None:
+    """Replace an earlier export by the files in ``temporary``, of which the last makes them count:
+    the only file, or the index, which is what loaders look for."""
+    stem, suffix = kind
+    single = f"{stem}.{suffix}"
+    ours = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{suffix}(\.index\.json)?")
+    index = target / f"{single}.index.json"
+    with _one_at_a_time(target):
+        if len(names) > 1 and not _is_same_config(temporary, target, names):
+            # Shards may have the names of other shards: none must load by the old index. Nor must
+            # old weights with a new configuration.
+            index.unlink(missing_ok=True)
+            (target / single).unlink(missing_ok=True)
+            commit.sync_directory(target)
+        for name in names[:-1]:
+            (temporary / name).replace(target / name)
+        commit.sync_directory(target)
+        (temporary / names[-1]).replace(target / names[-1])
+        commit.sync_directory(target)
+        # What an index names goes after it.
+        old = [name for name in os.listdir(target) if ours.fullmatch(name) and name not in names]
+        for name in sorted(old, key=lambda name: name != index.name):
+            (target / name).unlink()
+            if name == index.name:
+                commit.sync_directory(target)
