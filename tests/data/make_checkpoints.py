@@ -3,8 +3,8 @@
     python tests/data/make_checkpoints.py tests/data/checkpoints
 
 Run it in an environment of that torch (2.0 and later; 2.0 to 2.2 need numpy<2). The checkpoint goes
-to a directory named for the version; tests/test_old_torch.py loads what is there. Needs nothing of
-pyckpt. What is saved must stay the same for all versions: the test knows it.
+to a directory named for the version; tests/format/test_old_torch.py loads what is there. Needs
+nothing of pyckpt. What is saved must stay the same for all versions: the test knows it.
 """
 
 from __future__ import annotations

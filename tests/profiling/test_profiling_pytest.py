@@ -17,7 +17,7 @@ else:
 
 pytest_plugins = ["pytester"]
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 BEGIN = """
     import threading

@@ -1,7 +1,7 @@
 """`count_syncs` without a GPU: operators on fake CUDA tensors, and torch's reports played back.
 
 Torch calls back from the place where it would wait; `fire` does what torch does there. That torch
-really calls is what tests/test_profiling_cuda.py shows.
+really calls is what tests/profiling/test_profiling_cuda.py shows.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from _staging import blank, difference
 
 import pyckpt
 
-CHECKPOINTS = Path(__file__).parent / "data" / "checkpoints"
+CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
 VERSIONS = sorted(path.name for path in CHECKPOINTS.iterdir())
 
 

@@ -24,7 +24,8 @@ from pyckpt import Checkpointer
 from pyckpt.errors import SaveError
 from pyckpt.train.sync.signals import StopSignals
 
-JOB = Path(__file__).with_name("_signal_job.py")
+ROOT = Path(__file__).resolve().parents[2]
+JOB = ROOT / "tests" / "helpers" / "_signal_job.py"
 NEVER = 10**9
 
 
@@ -65,10 +66,9 @@ class Job:
 def job(ranks: int, directory: Path, *, every: int = NEVER, gate: str = "") -> Iterator[Job]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", str(JOB), str(directory), str(every)]
-    root = str(JOB.parent.parent)
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
