@@ -164,7 +164,8 @@ void register_read_job(py::module_& module) {
       .def(py::init([](std::shared_ptr<Engine> engine, const std::string& direct, bool checksum) {
              return std::make_unique<PyReadJob>(std::move(engine), direct, checksum);
            }),
-           py::arg("engine"), py::kw_only(), py::arg("direct") = "auto", py::arg("checksum") = true)
+           py::arg("engine").none(false), py::kw_only(), py::arg("direct") = "auto",
+           py::arg("checksum") = true)
       .def("add_file", &PyReadJob::add_file, py::arg("path"))
       .def("add_tensor", &PyReadJob::add_tensor, py::arg("file"), py::arg("offset"),
            py::arg("tensor"), py::arg("file_stride") = std::nullopt)

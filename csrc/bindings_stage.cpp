@@ -304,8 +304,9 @@ void register_staging(py::module_& module) {
              staging->start(leaves, guarded, mask, shared);
              return staging;
            }),
-           py::arg("engine"), py::arg("leaves"), py::kw_only(), py::arg("guarded") = nullptr,
-           py::arg("wanted") = std::nullopt, py::arg("shared") = false)
+           py::arg("engine").none(false), py::arg("leaves"), py::kw_only(),
+           py::arg("guarded") = nullptr, py::arg("wanted") = std::nullopt,
+           py::arg("shared") = false)
       .def("take_tensors", &PyStaging::take_tensors)
       .def_property_readonly("streamed_volatile_bytes", &PyStaging::streamed_volatile_bytes)
       .def("statistics", &PyStaging::statistics)

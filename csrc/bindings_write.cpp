@@ -170,19 +170,19 @@ void register_write_job(py::module_& module) {
       .def_readonly("direct", &WriteStatistics::direct)
       .def_readonly("fallback_reason", &WriteStatistics::fallback_reason);
   py::class_<PyWriteJob>(module, "WriteJob")
-      .def(py::init([](std::shared_ptr<Engine> engine, const std::string& path,
-                       const std::string& direct, bool sync, uint64_t preallocate) {
-             return std::make_unique<PyWriteJob>(std::move(engine), path, direct, sync,
-                                                 preallocate);
-           }),
-           py::arg("engine"), py::arg("path"), py::kw_only(), py::arg("direct") = "auto",
-           py::arg("sync") = true, py::arg("preallocate") = 0)
+      .def(
+          py::init([](std::shared_ptr<Engine> engine, const std::string& path,
+                      const std::string& direct, bool sync, uint64_t preallocate) {
+            return std::make_unique<PyWriteJob>(std::move(engine), path, direct, sync, preallocate);
+          }),
+          py::arg("engine").none(false), py::arg("path"), py::kw_only(), py::arg("direct") = "auto",
+          py::arg("sync") = true, py::arg("preallocate") = 0)
       .def("add_tensors", &PyWriteJob::add_tensors, py::arg("tensors"), py::arg("envelopes"),
            py::arg("begin") = 0)
       .def("add_tensor",
            py::overload_cast<const at::Tensor&, const std::shared_ptr<Envelope>&>(
                &PyWriteJob::add_tensor),
-           py::arg("tensor"), py::arg("envelope"))
+           py::arg("tensor"), py::arg("envelope").none(false))
       .def("add_bytes", &PyWriteJob::add_bytes, py::arg("buffer"))
       .def("finish", &PyWriteJob::finish)
       .def("abandon", &PyWriteJob::abandon)

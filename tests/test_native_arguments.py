@@ -13,6 +13,7 @@ import torch
 
 import pyckpt
 from pyckpt import _C
+from pyckpt.engine import default_engine
 from pyckpt.errors import EngineClosed
 
 
@@ -185,3 +186,17 @@ def test_keys_that_change_what_they_are_in() -> None:
     assert tree.match(changing) is not None
     armed.append(changing)
     assert tree.match(changing) is None
+
+
+def test_jobs_take_an_engine(tmp_path: Path) -> None:
+    for make in (
+        lambda: _C.ReadJob(None),  # type: ignore[arg-type]
+        lambda: _C.WriteJob(None, str(tmp_path / "file")),  # type: ignore[arg-type]
+        lambda: _C.Staging(None, []),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError):
+            make()
+    job = _C.WriteJob(default_engine().native, str(tmp_path / "file"))
+    with pytest.raises(TypeError):
+        job.add_tensor(torch.ones(1), None)  # type: ignore[arg-type]
+    job.abandon()
