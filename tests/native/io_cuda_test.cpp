@@ -336,6 +336,30 @@ TEST_F(IoCudaTest, WritesCopiesThatAreOnTheirWay) {
   for (size_t i = 0; i < samples.size(); ++i) EXPECT_EQ(job->items()[i].crc, places[i].crc);
 }
 
+// With nothing else that a thread could wait for.
+TEST_F(IoCudaTest, WritesInPlaceWhatIsOnItsWay) {
+  Engine engine(small());
+  const auto device = engine.cuda_device(0);
+  const cudaStream_t program = cuda_.make_stream(0);
+  const auto copies = static_cast<cudaStream_t>(device->to_host());
+  cuda_.hold(copies);
+  Sample sample;
+  sample.payload = random_bytes(random_, 1 << 20);
+  sample.envelope = make_envelope(random_, 100, 50, sample.payload.size());
+  const auto staging =
+      stage(&engine, {source(device, on_device(0, sample.payload), sample.payload.size(), true)},
+            {{device, program}});
+  const auto job = engine.start_write(path_, unsynced());
+  sample.source = staged_source(staging->staged()[0]);
+  job->add(sample.envelope, sample.source);
+  auto finish = beside([&] { job->finish(); });
+  EXPECT_TRUE(cuda_.blocked(1));
+  cuda_.release(copies);
+  finish.get();
+  std::vector<Place> places;
+  EXPECT_EQ(difference(read_file(path_), reference_file({sample}, &places)), "");
+}
+
 // While all threads wait for copies of one job, another one's host memory is copied nonetheless.
 TEST_F(IoCudaTest, AllThreadsWaitForCopies) {
   Engine engine(small());
