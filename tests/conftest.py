@@ -20,6 +20,12 @@ def require(what: str, *, available: bool) -> None:
     pytest.skip(f"needs {what}")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and "run_ranks" in item.function.__code__.co_names:
+            item.add_marker(pytest.mark.ranks)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") is None:
         return
