@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from _crash_child import pwrite_range, run_traced, traced
 from _filesystems import MIB, free_bytes, remount
 from _ranks import Pipe, run_child, run_ranks
+from _sampling import slow
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
@@ -362,8 +363,8 @@ def in_order(inject: str, *, first: bool) -> str:
 
 
 @pytest.mark.usefixtures("strace")
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("first", [False, True], ids=["over-another", "first-save"])
+@pytest.mark.parametrize("how", [HOW[0], *map(slow, HOW[1:])])
+@pytest.mark.parametrize("first", [False, slow(True)], ids=["over-another", "first-save"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_call_fails(fault: str, first: bool, how: str, tmp_path: Path) -> None:
     inject, number, file, says = FAULTS[fault]
@@ -674,7 +675,7 @@ def _one_rank_fails(
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("failing", [0, 2])
-@pytest.mark.parametrize("previous", [True, False], ids=["over-another", "first-save"])
+@pytest.mark.parametrize("previous", [True, slow(False)], ids=["over-another", "first-save"])
 def test_one_rank_of_four_fails(how: str, failing: int, previous: bool, tmp_path: Path) -> None:
     results = run_ranks(4, _one_rank_fails, how, tmp_path, failing, previous)
     for failure, names, loaded in results:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _ranks import run_child, run_ranks
+from _sampling import slow
 from torch.distributed._shard.sharded_tensor import (
     Shard as LocalShard,
 )
@@ -135,7 +136,7 @@ def _load_whole(_pipe: Any, directory: Path, value: int, saved_by: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["save", "async_save"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, slow(4)])
 def test_loads_on_any_number_of_ranks(world: int, how: str, tmp_path: Path) -> None:
     run_ranks(world, _save, tmp_path, [1, 2, 3], how)
     assert listing(tmp_path) == one_file_each(world)

@@ -14,3 +14,8 @@ def sampled(cases: Iterable[tuple[Any, ...]], every: int) -> list[Any]:
         case if i % every == 0 else pytest.param(*case, marks=pytest.mark.slow)
         for i, case in enumerate(cases)
     ]
+
+
+def slow(*values: Any) -> Any:
+    """One set of parameters, marked slow."""
+    return pytest.param(*values, marks=pytest.mark.slow)

@@ -435,6 +435,7 @@ def test_a_counter_counts_once() -> None:
         pass
 
 
+@pytest.mark.slow
 def test_nothing_initialises_cuda() -> None:
     """In a process of its own, where importing and counting are all that happens."""
     code = (

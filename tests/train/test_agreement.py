@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from _ranks import run_ranks
+from _sampling import slow
 
 from pyckpt.train.sync import agreement as agreement_module
 from pyckpt.train.sync.agreement import Facts, GroupAgreement, LocalAgreement
@@ -77,7 +78,7 @@ def _apart(stride: int) -> list[tuple[int, Facts]]:
     return changes
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, slow(3), slow(4)])
 @pytest.mark.parametrize("stride", [1, 10])
 def test_the_same_facts_at_the_same_steps(ranks: int, stride: int) -> None:
     changes = run_ranks(ranks, _apart, stride)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _ranks import run_ranks
+from _sampling import slow
 from _training import Run
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -73,7 +74,7 @@ def _train(
         (3, "fsdp2", 2, "ddp"),
     ],
 )
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.NAdam])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, slow(torch.optim.NAdam)])
 def test_from_one_number_of_ranks_to_another(
     ranks: int,
     how: str,
@@ -119,7 +120,7 @@ def _stop_of_one(directory: Path, who: int) -> tuple[list[int], int]:
         return saved, newest.step
 
 
-@pytest.mark.parametrize(("ranks", "who"), [(1, 0), (2, 1), (3, 0), (4, 2)])
+@pytest.mark.parametrize(("ranks", "who"), [slow(1, 0), (2, 1), slow(3, 0), (4, 2)])
 def test_one_rank_that_is_to_stop_stops_all(ranks: int, who: int, tmp_path: Path) -> None:
     results = run_ranks(ranks, _stop_of_one, tmp_path, who)
     assert len(set(map(str, results))) == 1

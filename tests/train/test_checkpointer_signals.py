@@ -166,6 +166,7 @@ def test_all_workers_are_signalled_in_the_middle_of_a_save(ranks: int, tmp_path:
             assert {10, end} == {checkpoint.step for checkpoint in checkpointer.checkpoints()}
 
 
+@pytest.mark.slow
 def test_the_launcher_is_signalled(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with job(2, directory) as running:

@@ -232,6 +232,7 @@ def _all_at_once(directory: Path) -> None:
 WHOLE = ("embed.weight", "transposed", "half", "double", "counts", "scalar")
 
 
+@pytest.mark.slow
 def test_exports_into_one_directory_at_once(tmp_path: Path) -> None:
     run_ranks(3, _all_at_once, tmp_path)
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _ranks import RanksFailed, run_ranks
+from _sampling import slow
 from torch import nn
 from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.aggregation import CatMetric, MaxMetric, MinMetric
@@ -135,7 +136,7 @@ def load_model(path: str, more: int) -> tuple[Any, Any]:
     return computed(model), counts
 
 
-@pytest.mark.parametrize("consolidate", [False, True])
+@pytest.mark.parametrize("consolidate", [False, slow(True)])
 @pytest.mark.parametrize(("saved", "restored"), [(2, 2), (1, 3), (3, 2), (2, 4), (4, 1)])
 def test_totals(saved: int, restored: int, consolidate: bool, tmp_path: Path) -> None:
     path = str(tmp_path)
