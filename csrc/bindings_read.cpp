@@ -108,14 +108,14 @@ class PyReadJob {
         throw std::invalid_argument("the memory of a tensor that is to be read was freed or moved");
       }
     }
+    running_ = true;
+    const auto done = [this](const void*) { running_ = false; };
+    const std::unique_ptr<const void, decltype(done)> ends(this, done);
+    programs_.follow();  // may throw, and then the job still has them to read into
     // The job is through with them, whether it comes to its end or throws.
     const auto tensors = std::move(tensors_);
     const auto buffers = std::move(buffers_);
     files_ = 0;
-    running_ = true;
-    const auto done = [this](const void*) { running_ = false; };
-    const std::unique_ptr<const void, decltype(done)> ends(this, done);
-    programs_.follow();
     const CurrentDevice current_device(!programs_.all().empty());
     py::gil_scoped_release release;
     return job_->run();

@@ -59,8 +59,10 @@ TARGET_128 inline __m128i fold_128(__m128i accumulator, __m128i by, __m128i data
 
 template <Store store>
 uint32_t finish(uint32_t state, uint8_t* to, const uint8_t* from, size_t size) {
-  if (store != Store::kNone) std::memcpy(to, from, size);
-  return crc32_update_portable(state, from, size);
+  if (store == Store::kNone) return crc32_update_portable(state, from, size);
+  std::memcpy(to, from, size);
+  // Of the copy, should somebody write to the source meanwhile.
+  return crc32_update_portable(state, to, size);
 }
 
 // The update functions work on the inverted register, as the definition has it. Past the cache,

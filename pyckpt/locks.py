@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 __all__ = ["Latch", "fork_safe_lock"]
@@ -36,15 +36,25 @@ class Latch:
     there: the thread that the finalizer interrupts may hold the event's own lock."""
 
     def __init__(self) -> None:
-        self._happened: SimpleQueue[None] = SimpleQueue()  # the one queue whose `put` is reentrant
+        self.is_set = False
+        self._wakes: SimpleQueue[None] = SimpleQueue()  # the one queue whose `put` is reentrant
 
     def set(self) -> None:
         """Wake all who wait, and who will."""
-        self._happened.put(None)
+        self.is_set = True
+        self._wakes.put(None)
 
-    def wait(self) -> None:
-        """Return when it has happened."""
-        self._happened.put(self._happened.get())
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return True when it has happened, or False after so many seconds in which it did not."""
+        try:
+            if not self.is_set:
+                self._wakes.get(timeout=timeout)
+        except Empty:
+            pass
+        finally:
+            if self.is_set:
+                self._wakes.put(None)  # for who else waits
+        return self.is_set
 
 
 def _renew() -> None:

@@ -13,6 +13,7 @@ from weakref import WeakSet
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
+from pyckpt.dcp.committed import look_up
 from pyckpt.dcp.items import Packed, size_of_file, unpack
 from pyckpt.dcp.parts import Part, host_name
 from pyckpt.dcp.plans import GlobalPlan
@@ -202,6 +203,7 @@ def describe(
         plan: of the save, where the coordinator remembers it.
         path, save_id: of the checkpoint.
     """
+    look_up(metadata)  # a planner may give again what a save before it was described by
     metadata.version = CURRENT_DCP_VERSION
     metadata.storage_meta = StorageMeta(checkpoint_id=str(path), save_id=save_id)
     before = None if plan is None else plan.results

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from pyckpt.format.metadata import read
 
-__all__ = ["refer_to_file"]
+__all__ = ["look_up", "refer_to_file"]
 
 _Part = Literal["state_dict_metadata", "planner_data", "storage_data"]
 
@@ -71,6 +71,15 @@ class CommittedPart(Mapping[Any, Any]):
 
     def __reduce__(self) -> Any:
         return CommittedPart, (self._file, self._part)
+
+
+def look_up(metadata: Metadata) -> None:
+    """Have metadata hold what it refers to, so that it can be saved again."""
+    described: Any = metadata
+    for part in ("state_dict_metadata", "planner_data"):  # the rest is made anew by each save
+        value = getattr(metadata, part)
+        if isinstance(value, CommittedPart):
+            setattr(described, part, dict(value))
 
 
 def refer_to_file(metadata: Metadata, path: str | os.PathLike[str]) -> None:

@@ -117,7 +117,7 @@ def add(job: _C.WriteJob, planner: SavePlanner, item: WriteItem, settle: Callabl
 
 def _encode(planner: Any, item: WriteItem) -> bytes | None:
     """The bytes of a plain object, which the planner need not make; None of any other."""
-    encode = getattr(planner, "encode_plain", None)  # pyckpt.SavePlanner's
+    encode = getattr(planner, "_encode_plain", None)  # pyckpt.SavePlanner's
     if encode is not None:
         return encode(item)  # type: ignore[no-any-return]
     kind: Any = type(planner)

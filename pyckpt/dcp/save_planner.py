@@ -248,9 +248,14 @@ class SavePlanner(DefaultSavePlanner):
         value = object.value if isinstance(object, Whole) else object
         return super().transform_object(write_item, value)
 
-    def encode_plain(self, write_item: WriteItem) -> bytes | None:
-        """The bytes of a plain object, as ``resolve_data`` gives them; None of any other."""
-        if type(self).transform_object is not SavePlanner.transform_object:
+    def _encode_plain(self, write_item: WriteItem) -> bytes | None:
+        """The bytes of a plain object, as ``resolve_data`` gives them; None of any other, or where
+        a class made from this one gives others."""
+        own = type(self)
+        if (
+            own.transform_object is not SavePlanner.transform_object
+            or own.resolve_data is not DefaultSavePlanner.resolve_data
+        ):
             return None
         value = self.lookup_object(write_item.index)
         try:

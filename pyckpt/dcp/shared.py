@@ -38,6 +38,7 @@ class StagedStateDict(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.staging.take_over()
+        self.staging.end_planning()  # which is done in the other process
         self.staging.settle()
         segments: dict[int, torch.UntypedStorage] = {}
         return dict, ({key: _shared(value, segments) for key, value in self.items()},)

@@ -303,6 +303,8 @@ class PinnedStager:
     ) -> StagerBusy | None:
         """Wait, or tell, where saves under way leave no room for this one."""
         while True:
+            for staging in self._under_way():
+                staging.release_if_left()
             others = [staging for staging in self._under_way() if staging.direct]
             if not others:
                 return None

@@ -184,11 +184,20 @@ class Staging:
         thread = self._thread
         if self.released or thread is threading.current_thread():
             return
-        if thread is not None and self._watch is None and thread is not threading.main_thread():
-            thread.join()  # nobody else sees it end: see `take_over`
-        else:
-            self._end.wait()
+        # Where no thread could be had to see that one end, this one looks. It may as well be one of
+        # a pool, which saves and does not end.
+        unwatched = self._watch is None and thread not in (None, threading.main_thread())
+        while not self._end.wait(_LOOK_S if unwatched else None):
+            if thread is not None and not thread.is_alive():
+                break
         self.release()
+
+    def release_if_left(self) -> None:
+        """Give the memory back where nobody else will: the copies were dropped before a thread took
+        them over; or the calling thread did, which saves one state at a time and is past it."""
+        dropped = self._thread is None and self._end.is_set
+        if dropped or self._thread is threading.current_thread():
+            self.release()
 
     def wait_volatile(self) -> None:
         """Wait for the save if it reads, from where it is, a part of the state that may change
@@ -228,9 +237,10 @@ class Staging:
             self.release()
             return False
         if self._thread is None:
-            self._thread = thread
+            # In this order: whoever sees a thread, and no watch, takes it that there is none.
             if thread is not threading.main_thread():
                 self._watch = _watch(self)
+            self._thread = thread
             if self._watch is not None:
                 self._planning = CollectorPause()
         return True
@@ -280,6 +290,9 @@ class Staging:
         line of a thread that holds any lock: so it does no more than to wake who waits."""
         if self._thread is None:
             self._end.set()
+
+
+_LOOK_S = 0.1
 
 
 class _Watch:

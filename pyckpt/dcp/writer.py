@@ -6,7 +6,7 @@ import dataclasses
 import errno
 import logging
 import os
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -340,12 +340,15 @@ class DirectWriter(StorageWriter):
         staging, self._staging = self._staging, None
         if staging is None:
             return
-        if error is None:
-            self.written.set_result(None)
-        else:
-            staging.fail(error)
-            self.written.set_exception(error)
-        staging.release()
+        try:
+            with suppress(InvalidStateError):  # the program cancelled it
+                if error is None:
+                    self.written.set_result(None)
+                else:
+                    staging.fail(error)
+                    self.written.set_exception(error)
+        finally:
+            staging.release()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         if self._skips:

@@ -104,7 +104,15 @@ def storage_info(
 
 
 def encode(metadata: Metadata) -> bytes:
-    """Return the bytes of a ``.metadata`` file: stock's pickle and the trailer."""
+    """Return the bytes of a ``.metadata`` file: stock's pickle and the trailer.
+
+    Raises:
+        TypeError: a planner put something into it that `decode` would refuse.
+    """
+    for part in ("state_dict_metadata", "storage_data"):
+        value = getattr(metadata, part, None)
+        if value is not None and type(value) is not dict:
+            raise TypeError(f"the {part} of a save must be a dict, not a {type(value).__name__}")
     with collector_paused():
         body = dumps(metadata)
     return seal(body)

@@ -59,7 +59,7 @@ def encode(value: Any) -> bytes:
 
     Raises:
         NotPlain: the value, or something in it, is no plain value, or a very large one.
-        RecursionError: it is nested deeper than pickle can go, or contains itself.
+        RecursionError: it is nested deeper than pickle can go.
     """
     if type(value) in _ATOMS:
         pickled = pickle.dumps(value, _PROTOCOL)
