@@ -564,8 +564,8 @@ def test_many_small_saves(tmp_path: Path) -> None:
             save(turn)
         after = counts()
         assert after[2] == before[2]
-        # The thread of the last save may still be on its way out.
-        assert after[0] <= before[0] + 1
+        # The thread of the last save, and the one that sees it end, may still be on their way out.
+        assert after[0] <= before[0] + 2
         assert after[1] <= before[1] + 1
         assert own.native.arena_used_bytes == 0
     check_saved(state, tmp_path)
