@@ -35,8 +35,22 @@ def begin(engine: pyckpt.Engine) -> Staging:
     return begun
 
 
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set as soon as somebody waits for a latch."""
+    event = threading.Event()
+    real = Latch.wait
+
+    def wait(self: Latch, timeout: float | None = None) -> bool:
+        event.set()
+        return real(self, timeout)
+
+    monkeypatch.setattr(Latch, "wait", wait)
+    return event
+
+
 def test_a_waiter_sees_the_end_while_the_watch_is_being_made(
-    engine: pyckpt.Engine, monkeypatch: pytest.MonkeyPatch
+    engine: pyckpt.Engine, waiting: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that saves is one of a pool, and goes on living."""
     begun = begin(engine)
@@ -53,18 +67,20 @@ def test_a_waiter_sees_the_end_while_the_watch_is_being_made(
         begun.release()
 
     monkeypatch.setattr(staging._Watch, "__init__", slow)
-    with ThreadPoolExecutor(1) as saver, ThreadPoolExecutor(1) as waiter:
+    with ThreadPoolExecutor(1) as waiter, ThreadPoolExecutor(1) as saver:
         saved = saver.submit(save)
         inside.wait()
         waited = waiter.submit(begun.wait_released)
+        told = waiting.wait(120)
         gate.set()
         saved.result()
         waited.result(120)
+    assert told
     assert begun.released
 
 
 def test_a_waiter_sees_the_end_where_no_watch_can_be_had(
-    engine: pyckpt.Engine, monkeypatch: pytest.MonkeyPatch
+    engine: pyckpt.Engine, waiting: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = begin(engine)
     taken, go = threading.Event(), threading.Event()
@@ -79,13 +95,15 @@ def test_a_waiter_sees_the_end_where_no_watch_can_be_had(
         begun.release()
 
     monkeypatch.setattr(staging._Watch, "__init__", no_thread)
-    with ThreadPoolExecutor(1) as saver, ThreadPoolExecutor(1) as waiter:
+    with ThreadPoolExecutor(1) as waiter, ThreadPoolExecutor(1) as saver:
         saved = saver.submit(save)
         taken.wait()
         waited = waiter.submit(begun.wait_released)
+        told = waiting.wait(120)
         go.set()
         saved.result()
         waited.result(120)
+    assert told
     assert begun.released
 
 
