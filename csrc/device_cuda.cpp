@@ -49,13 +49,27 @@ class CudaTicket : public Ticket {
   }
 
   void wait() override {
-    const Entry entry(index_);
-    check(cudaEventSynchronize(event_.get()), "cudaEventSynchronize");
+    try {
+      synchronize();
+    } catch (const CudaError&) {
+      // The wait may have failed while the copies are under way, and the caller is about to give
+      // their memory to others. A device that is lost says so again at once.
+      try {
+        synchronize();
+      } catch (const CudaError&) {
+      }
+      throw;
+    }
   }
 
   cudaEvent_t event() const { return event_.get(); }
 
  private:
+  void synchronize() {
+    const Entry entry(index_);
+    check(cudaEventSynchronize(event_.get()), "cudaEventSynchronize");
+  }
+
   const int index_;
   const PooledEvent event_;
 };

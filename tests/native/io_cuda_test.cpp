@@ -252,6 +252,27 @@ TEST_F(IoCudaTest, AFailedReadWaitsForItsCopies) {
   EXPECT_TRUE(cuda_.heal());
 }
 
+// A slot whose copy is under way is not given to others, also where the wait for it failed.
+TEST_F(IoCudaTest, AFailedWaitWaitsForTheCopies) {
+  for (const char* call : {"cudaEventSynchronize", "cudaSetDevice"}) {
+    Engine engine(small());
+    const auto device = engine.cuda_device(0);
+    device->to_host();
+    const std::string bytes = make_file(100);
+    std::byte* const memory = cuda_.allocate(0, bytes.size());
+    cuda_.hold(from_host());
+    const auto job = read(&engine, device, memory, bytes.size());
+    // The first call of cudaSetDevice is that of queueing the copy.
+    cuda_.fail(call, call == std::string("cudaSetDevice") ? 2 : 1);
+    auto run = beside([&] { job->run(); });
+    EXPECT_TRUE(cuda_.blocked(1)) << call;
+    EXPECT_EQ(cuda_.pending_copies(from_host()), 1u);
+    cuda_.release(from_host());
+    EXPECT_THROW(run.get(), CudaError) << call;
+    EXPECT_TRUE(cuda_.heal());
+  }
+}
+
 TEST_F(IoCudaTest, TheEngineClosesWhileCopiesOfAReadAreUnderWay) {
   auto engine = std::make_unique<Engine>(small());
   const auto device = engine->cuda_device(0);
