@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import os
 import platform
+import resource
 import shutil
 import statistics
 import subprocess
@@ -186,7 +187,8 @@ class Variant:
 
     name: str
     run: Callable[[], Sample]
-    """Does it, and measures. ``seconds`` is taken from outside where it does not say so itself."""
+    """Does it, and measures. ``seconds`` is taken from outside where it does not say so itself, and
+    ``cpu_seconds`` always: the CPU time of all threads, and of children that ended meanwhile."""
     check: Callable[[], None] = lambda: None
     """Raises WrongBytes unless ``run`` did it right. Called once, outside of the timing."""
     clean: Callable[[], None] = lambda: None
@@ -220,8 +222,9 @@ def interleave(
         at = number % len(variants)
         for variant in [*variants[at:], *variants[:at]]:
             before()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), _cpu_seconds()
             sample = variant.run()
+            sample["cpu_seconds"] = _cpu_seconds() - cpu_start
             sample.setdefault("seconds", time.perf_counter() - start)
             samples[variant.name].append(sample)
             variant.clean()
@@ -233,6 +236,13 @@ def interleave(
             console.print(f"  no time for more than {number + 1} of {rounds} rounds")
             break
     return samples
+
+
+def _cpu_seconds() -> float:
+    usages = [
+        resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    ]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def timed(function: Callable[[], Any]) -> Sample:
@@ -427,6 +437,11 @@ def gigabytes_per_second(size: int) -> tuple[str, Callable[[float], float]]:
     return "GB/s", lambda seconds: size / seconds / 1e9
 
 
+def cpu_seconds_per_gigabyte(size: int) -> tuple[str, Callable[[float], float]]:
+    """For `Report.table`: a CPU time as that of 1e9 of ``size`` bytes."""
+    return "CPU s/GB", lambda seconds: seconds / size * 1e9
+
+
 def run(name: str, sections: Mapping[str, Callable[[Report, Options], None]], about: str) -> int:
     """The main function of a benchmark. Returns the exit code: 1 if bytes were wrong, else 0."""
     with options(name, about, list(sections)) as chosen:
@@ -467,7 +482,8 @@ SMALL_TENSORS = 5_000
 SMALL_TENSOR_BYTES = 16 << 10
 SCALARS = 4_000
 
-State = dict[str, dict[str, torch.Tensor]]
+State = dict[str, dict[str, Any]]
+"""Groups of tensors, or of plain numbers."""
 
 
 def large_state(size: int, *, fill: bool = True) -> State:
@@ -496,18 +512,32 @@ def small_state() -> State:
     }
 
 
+def mixed_state() -> State:
+    """5,000 tensors of 16 KiB and 4,000 Python floats, as a training program's own records are."""
+    return {
+        "tensors": small_state()["tensors"],
+        "numbers": {f"number.{i:04d}": i / 7 for i in range(SCALARS)},
+    }
+
+
 def zeros_like(state: State) -> State:
     # Filled, so that the pages are there before the time is taken.
+    def zero(value: Any) -> Any:
+        return torch.empty_like(value).fill_(0) if isinstance(value, torch.Tensor) else 0.0
+
     return {
-        group: {name: torch.empty_like(tensor).fill_(0) for name, tensor in tensors.items()}
-        for group, tensors in state.items()
+        group: {name: zero(value) for name, value in values.items()}
+        for group, values in state.items()
     }
 
 
 def set_zero(state: State) -> None:
-    for tensors in state.values():
-        for tensor in tensors.values():
-            tensor.zero_()
+    for values in state.values():
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+            else:
+                values[name] = 0.0
 
 
 def nbytes(state: State) -> int:
@@ -515,10 +545,14 @@ def nbytes(state: State) -> int:
 
 
 def must_equal(found: State, expected: State, who: str) -> None:
-    for group, tensors in expected.items():
-        for name, tensor in tensors.items():
+    for group, values in expected.items():
+        for name, value in values.items():
             other = found[group][name]
-            if other.dtype != tensor.dtype or not torch.equal(other, tensor):
+            if not isinstance(value, torch.Tensor):
+                same = type(other) is type(value) and other == value
+            else:
+                same = other.dtype == value.dtype and torch.equal(other, value)
+            if not same:
                 raise WrongBytes(f"{who}: {group}.{name} is not what was saved")
 
 

@@ -17,6 +17,7 @@ large     2 GiB in 128 tensors. ``fio`` reads as many bytes, direct, in blocks o
           same place of the disk; the faster of the two counts. Its time is its own, the others'
           that of the whole load.
 small     5,000 tensors of 16 KiB and 4,000 scalars.
+mixed     5,000 tensors of 16 KiB and 4,000 Python floats: the CPU time.
 verify    2 GiB by pyckpt.load with verify="items" and verify="none".
 reshard   A state of row-sharded DTensors, saved by 4 processes, loaded by 8, by 3 and by 1: bytes
           that each rank needs (the sizes of its shards), and bytes read, as DirectReader's
@@ -52,6 +53,7 @@ from _common import (
     State,
     Variant,
     WrongBytes,
+    cpu_seconds_per_gigabyte,
     drop_page_cache,
     fio,
     gigabytes_per_second,
@@ -59,6 +61,7 @@ from _common import (
     interleave,
     io_counters,
     large_state,
+    mixed_state,
     must_equal,
     nbytes,
     peak_growth,
@@ -170,7 +173,14 @@ def measure_large(report: Report, options: Options) -> None:
         ),
     )
     remove(options.directory / "fio")
-    report.table("Large tensors", "large", {"seconds": gigabytes_per_second(size)})
+    report.table(
+        "Large tensors",
+        "large",
+        {
+            "seconds": gigabytes_per_second(size),
+            "cpu_seconds": cpu_seconds_per_gigabyte(size),
+        },
+    )
     fastest = report.best("large", FIO)
     for reader in (LOAD, READER):
         for kind in FILES:
@@ -189,6 +199,12 @@ def measure_large(report: Report, options: Options) -> None:
                 at_least=2.5,
                 unit="x",
             )
+    cpu = report.median("large", f"{LOAD}, {OUR_FILE}", "cpu_seconds")
+    report.target(
+        f"large: CPU seconds of {LOAD} a GB",
+        None if cpu is None else cpu / size * 1e9,
+        at_most=0.13,
+    )
 
 
 def measure_small(report: Report, options: Options) -> None:
@@ -215,6 +231,35 @@ def measure_small(report: Report, options: Options) -> None:
             at_least=5,
             unit="x",
         )
+
+
+def measure_mixed(report: Report, options: Options) -> None:
+    state = mixed_state()
+    files = save_both(state, options.directory)
+    report.add(
+        "mixed",
+        interleave(
+            loaders(state, files, (LOAD, STOCK)),
+            options.rounds,
+            before=lambda: drop_page_cache(options.directory),
+            console=report.console,
+            title=f"{SMALL_TENSORS:,} tensors of 16 KiB and {SCALARS:,} Python floats",
+        ),
+    )
+    report.table(
+        "Mixed items",
+        "mixed",
+        {
+            "seconds": ("ms", lambda seconds: seconds * 1e3),
+            "cpu_seconds": ("CPU ms", lambda seconds: seconds * 1e3),
+        },
+    )
+    report.target(
+        f"mixed: CPU time of {STOCK} over that of {LOAD}, {OUR_FILE}",
+        report.ratio("mixed", f"{STOCK}, {OUR_FILE}", f"{LOAD}, {OUR_FILE}", "cpu_seconds"),
+        at_least=20,
+        unit="x",
+    )
 
 
 def measure_verify(report: Report, options: Options) -> None:
@@ -442,6 +487,7 @@ def measure_memory(report: Report, options: Options) -> None:
 SECTIONS: dict[str, Callable[[Report, Options], None]] = {
     "large": measure_large,
     "small": measure_small,
+    "mixed": measure_mixed,
     "verify": measure_verify,
     "reshard": measure_reshard,
     "memory": measure_memory,

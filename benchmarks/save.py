@@ -13,6 +13,8 @@ large     2 GiB in 128 tensors. ``fio`` writes as many bytes to one preallocated
           and preallocating the file. Ours and stock's is that of the whole ``dcp.save``. Beside it,
           ``write_data`` is the time from opening the file to its being durable.
 small     5,000 tensors of 16 KiB and 4,000 scalars: ``write_data`` alone, and all of ``dcp.save``.
+mixed     5,000 tensors of 16 KiB and 4,000 Python floats: the CPU time of all of ``dcp.save``, of
+          a first save with DCP's own planner, and of one of a known plan with SavePlanner.
 memory    By how much the peak of the resident memory lies above what was resident before a first
           save of 2 GiB, in a new process for each sample.
 checksum  CRC-32 on one core, in a buffer of 256 KiB that stays in its cache and in one of 64 MiB
@@ -48,17 +50,20 @@ from _common import (
     State,
     Variant,
     WrongBytes,
+    cpu_seconds_per_gigabyte,
     fio,
     gigabytes_per_second,
     in_children,
     interleave,
     large_state,
+    mixed_state,
     must_equal,
     nbytes,
     peak_growth,
     remove,
     run,
     small_state,
+    timed,
     zeros_like,
 )
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -69,6 +74,7 @@ import pyckpt
 from pyckpt import _C
 
 OURS = "DirectWriter"
+KNOWN = "DirectWriter, known plan"
 STOCK_THREADS = (1, 2, 4)
 
 
@@ -163,6 +169,7 @@ def measure_large(report: Report, options: Options) -> None:
         {
             "seconds": gigabytes_per_second(size),
             "write_data_seconds": ("write_data GB/s", lambda seconds: size / seconds / 1e9),
+            "cpu_seconds": cpu_seconds_per_gigabyte(size),
         },
     )
     if not report.median("large", OURS, "direct"):
@@ -175,6 +182,12 @@ def measure_large(report: Report, options: Options) -> None:
         f"large: dcp.save's GB/s over the best of stock's ({best})",
         report.ratio("large", best, OURS),
         at_least=1.5,
+    )
+    cpu = report.median("large", OURS, "cpu_seconds")
+    report.target(
+        "large: CPU seconds of dcp.save a GB",
+        None if cpu is None else cpu / size * 1e9,
+        at_most=0.15,
     )
 
 
@@ -220,6 +233,44 @@ def measure_small(report: Report, options: Options) -> None:
         report.ratio("small", OURS, best_save),
         at_most=0.5,
     )
+
+
+def measure_mixed(report: Report, options: Options) -> None:
+    state = mixed_state()
+    path = options.directory / "checkpoint"
+    planner = pyckpt.SavePlanner()
+
+    def known_plan() -> None:
+        dcp_save(state, storage_writer=pyckpt.DirectWriter(path), planner=planner, no_dist=True)
+
+    known_plan()  # the runs after it have its plan
+    first, *stock = savers(state, path)
+    known = Variant(KNOWN, run=lambda: timed(known_plan), check=first.check, clean=first.clean)
+    report.add(
+        "mixed",
+        interleave(
+            [first, known, stock[0]],
+            options.rounds,
+            before=os.sync,
+            console=report.console,
+            title=f"{SMALL_TENSORS:,} tensors of 16 KiB and {SCALARS:,} Python floats, fsync",
+        ),
+    )
+    report.table(
+        "Mixed items",
+        "mixed",
+        {
+            "seconds": ("dcp.save ms", lambda seconds: seconds * 1e3),
+            "cpu_seconds": ("CPU ms", lambda seconds: seconds * 1e3),
+        },
+    )
+    for variant, share in ((KNOWN, 20), (OURS, 5)):
+        report.target(
+            f"mixed: CPU time of {STOCK[0]} over that of {variant}",
+            report.ratio("mixed", STOCK[0], variant, "cpu_seconds"),
+            at_least=share,
+            unit="x",
+        )
 
 
 def _save_in_child(rank: int, kind: str, size: int, path: Path) -> Sample:
@@ -430,6 +481,7 @@ if __name__ == "__main__":
             {
                 "large": measure_large,
                 "small": measure_small,
+                "mixed": measure_mixed,
                 "memory": measure_memory,
                 "checksum": measure_checksum,
             },
