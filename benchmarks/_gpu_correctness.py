@@ -93,7 +93,7 @@ def _attempt(
     total = sum(tensor.numel() for tensor in tensors)
 
     def share(value: int) -> float:
-        return sum(int((tensor == value).sum()) for tensor in found["model"].values()) / total
+        return float(sum(int((tensor == value).sum()) for tensor in found["model"].values()) / total)
 
     return {"wrong_share": 1 - share(2), "older_share": share(1), "newer_share": share(3)}
 
