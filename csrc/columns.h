@@ -1,5 +1,5 @@
-// What a checkpoint consists of, in columns: what a `.metadata` file says of its tensors and objects,
-// without a Python object for each of them.
+// What a checkpoint consists of, in columns: what a `.metadata` file says of its tensors and
+// objects, without a Python object for each of them.
 #pragma once
 
 #include <cstddef>
@@ -10,12 +10,15 @@
 #include <unordered_map>
 #include <vector>
 
+#include "mutex.h"
+#include "thread_annotations.h"
+
 namespace pyckpt {
 
 // The fields of DCP's TensorProperties.
 struct Properties {
-  std::string dtype;          // its name in torch: "float32"
-  std::string layout;         // "torch.strided"
+  std::string dtype;   // its name in torch: "float32"
+  std::string layout;  // "torch.strided"
   bool requires_grad = false;
   uint8_t memory_format = 0;  // DCP's number: 0 contiguous, 1 channels last, 2 preserve
   bool pin_memory = false;
@@ -37,19 +40,23 @@ struct ItemPlace {
 
 // A part of a tensor that a stored chunk and a wanted one have in common.
 struct Overlap {
-  uint64_t item;                     // the stored chunk
-  std::vector<int64_t> in_stored;    // where the part begins in it
-  std::vector<int64_t> in_wanted;    // where it begins in the wanted one
+  uint64_t item;                   // the stored chunk
+  std::vector<int64_t> in_stored;  // where the part begins in it
+  std::vector<int64_t> in_wanted;  // where it begins in the wanted one
   std::vector<int64_t> size;
 };
 
-// A table of keys. A key is an object, which is one item, or a tensor, which is one item for each of
-// its chunks. The items of a key follow each other: a chunk's number is its place among them.
+// A table of keys. A key is an object, which is one item, or a tensor, which is one item for each
+// of its chunks. The items of a key follow each other: a chunk's number is its place among them.
 //
 // It is made key by key, each with all of its chunks. Afterwards places may be set in any order, by
 // one thread. What is const may be called from several threads.
 class Columns {
  public:
+  Columns() = default;
+  Columns(const Columns&) = delete;
+  Columns& operator=(const Columns&) = delete;
+
   static constexpr uint32_t kNone = UINT32_MAX;
 
   // --- making ---
@@ -100,8 +107,8 @@ class Columns {
                                      uint64_t hint = UINT64_MAX) const;
   // What stored chunks have of a box within the tensor, in the order of the chunks; parts of no
   // elements are left out. Takes time in proportion to what it returns and to the logarithm of the
-  // number of chunks, where the chunks are cut along one dimension; else also to the number of those
-  // that have a part of the box's stretch of the best dimension.
+  // number of chunks, where the chunks are cut along one dimension; else also to the number of
+  // those that have a part of the box's stretch of the best dimension.
   std::vector<Overlap> overlaps(uint32_t key, const int64_t* offsets, const int64_t* sizes) const;
 
  private:
@@ -121,6 +128,8 @@ class Columns {
     std::vector<int64_t> ends;  // the furthest end of a chunk up to each
   };
 
+  uint32_t add_key(std::string_view name, uint32_t properties, size_t dims);
+  uint64_t add_item();
   const ChunkIndex& chunk_index(uint32_t key) const;
 
   std::vector<Key> keys_;
@@ -136,6 +145,12 @@ class Columns {
   std::vector<uint32_t> crc32_;
   std::vector<uint32_t> file_;
   std::unordered_map<uint64_t, std::vector<int64_t>> strides_;
+
+  // Made when they are first asked for.
+  mutable Mutex index_mutex_;
+  mutable std::unordered_map<std::string_view, uint32_t> by_name_ GUARDED_BY(index_mutex_);
+  // The entries stay where they are.
+  mutable std::unordered_map<uint32_t, ChunkIndex> by_offset_ GUARDED_BY(index_mutex_);
 };
 
 }  // namespace pyckpt

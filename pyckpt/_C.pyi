@@ -248,6 +248,96 @@ class StateTree:
     def build(self, leaves: list[Any]) -> dict[str, Any]:
         """A state dict of this shape, of plain dicts and lists, with other leaves."""
 
+class Columns:
+    """What a checkpoint consists of, without a Python object for each part: csrc/columns.h.
+
+    Keys have numbers, from 0 on. A key is an object, which is one item, or a tensor, which is one
+    item for each of its chunks. Items have numbers, too; those of a key follow each other. A file
+    has a number and a name. All methods raise IndexError for a number that there is none of, and
+    ValueError for a key of another kind, or for numbers of another count, than the call is about.
+    """
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int:
+        """How many keys there are."""
+
+    @property
+    def item_count(self) -> int: ...
+    @property
+    def file_count(self) -> int: ...
+    @property
+    def memory_bytes(self) -> int: ...
+    def add_file(self, name: str) -> int: ...
+    def add_properties(
+        self,
+        dtype: str,
+        layout: str,
+        requires_grad: bool,
+        memory_format: int,
+        pin_memory: bool,
+    ) -> int:
+        """Return the number of a tensor's properties; equal ones have the same.
+
+        Args:
+            dtype: its name in torch, such as ``float32``.
+            layout: as torch prints it, such as ``torch.strided``.
+            memory_format: DCP's number of it.
+        """
+
+    def add_object(self, name: str) -> int: ...
+    def add_tensor(self, name: str, properties: int, size: Sequence[int]) -> int: ...
+    def add_chunk(self, offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        """Add a chunk to the tensor that was added last; return its item."""
+
+    def set_place(
+        self,
+        item: int,
+        file: int,
+        offset: int,
+        length: int,
+        payload_offset: int | None = None,
+        payload_length: int | None = None,
+        crc32: int | None = None,
+    ) -> None: ...
+    def set_stride(self, item: int, stride: Sequence[int]) -> None: ...
+    def find(self, name: str) -> int:
+        """The number of a key; -1 where there is none of that name."""
+
+    def name(self, key: int) -> str: ...
+    def is_tensor(self, key: int) -> bool: ...
+    def size(self, key: int) -> tuple[int, ...]: ...
+    def properties(self, key: int) -> tuple[str, str, bool, int, bool]:
+        """The arguments of `add_properties`."""
+
+    def chunk_count(self, key: int) -> int:
+        """0 for an object."""
+
+    def first_item(self, key: int) -> int: ...
+    def chunk(self, key: int, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Offsets and sizes of a chunk."""
+
+    def find_chunk(self, key: int, offsets: Sequence[int], hint: int = -1) -> int:
+        """The number of the chunk that begins there; -1 where none does. A chunk of the number
+        ``hint`` is looked at first."""
+
+    def overlaps(
+        self, key: int, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+        """What the chunks of a tensor have of a box in it. For each chunk that has elements of it,
+        in the order of their numbers: the number, where the part begins in the chunk, where it
+        begins in the box, and its size."""
+
+    def place(
+        self, item: int
+    ) -> tuple[
+        str, int, int, int | None, int | None, int | None, tuple[int, ...] | None
+    ]:
+        """File, offset and length of an item; offset and length of its payload, its CRC-32 and its
+        strides (None: row-major), as docs/format.md has them."""
+
+    def file_sizes(self) -> dict[str, int]:
+        """The least bytes that each file must have."""
+
 class Engine:
     def __init__(
         self, *, slot_bytes: int, slots: int, io_threads: int, arena_bytes: int
