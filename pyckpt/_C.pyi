@@ -329,9 +329,7 @@ class Columns:
 
     def place(
         self, item: int
-    ) -> tuple[
-        str, int, int, int | None, int | None, int | None, tuple[int, ...] | None
-    ]:
+    ) -> tuple[str, int, int, int | None, int | None, int | None, tuple[int, ...] | None]:
         """File, offset and length of an item; offset and length of its payload, its CRC-32 and its
         strides (None: row-major), as docs/format.md has them."""
 

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
 
 from pyckpt.collector import collector_paused
 from pyckpt.dcp.failures import Carried, error_of, portable, portable_errors
@@ -69,6 +70,7 @@ def load(
     no_dist: bool = False,
     reader: StorageReader | None = None,
     trust_metadata: bool = False,
+    share_reads: bool = False,
 ) -> LoadReport: ...
 
 
@@ -90,6 +92,7 @@ def load(
     no_dist: bool = False,
     reader: StorageReader | None = None,
     trust_metadata: bool = False,
+    share_reads: bool = False,
 ) -> LoadReport | dict[str, Any]:
     """Load a checkpoint into ``state_dict``, in place, and say what was done.
 
@@ -119,6 +122,9 @@ def load(
             own affair: ``verify``, ``direct`` and ``engine`` do not count then.
         trust_metadata: accept a ``reader`` that unpickles the checkpoint's metadata, which runs
             whatever code the file holds. PyTorch's ``FileSystemReader`` does so.
+        share_reads: whether ranks that want the same bytes read them once. One of the ranks reads
+            and verifies them, and hands them on through the process group. All ranks must agree.
+            It pays where the network between the ranks is faster than the file system.
 
     Returns:
         A report of what this rank loaded, created, converted, kept and left out; for a directory
@@ -153,7 +159,11 @@ def load(
     alone = no_dist or not dist.is_available() or not dist.is_initialized()
     start = time.perf_counter()
     for attempt in range(_ATTEMPTS):
-        shown = _HonestReader(reader, partial(_renamed, state_dict, rename))
+        change = partial(_renamed, state_dict, rename)
+        if share_reads and not alone:
+            shown: _HonestReader = _SharingReader(reader, change, process_group)
+        else:
+            shown = _HonestReader(reader, change)
         planner = LoadPlanner(
             missing=missing,
             unexpected=unexpected,
@@ -191,7 +201,7 @@ def load(
             entry.load_state_dict(value)
         else:
             state_dict[key] = value
-    return _finish(planner.report, reader, time.perf_counter() - start)
+    return _finish(planner.report, reader, shown.of_others, time.perf_counter() - start)
 
 
 def load_all(
@@ -237,12 +247,13 @@ def _is_stateful(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
 
 
-def _finish(report: LoadReport, reader: Any, seconds: float) -> LoadReport:
+def _finish(report: LoadReport, reader: Any, of_others: set[str], seconds: float) -> LoadReport:
     statistics = getattr(reader, "statistics", None)
+    # A reader that does not say what it has verified has verified nothing.
+    unverified = getattr(reader, "unverified", [*report.loaded, *report.filled])
     return replace(
         report,
-        # A reader that does not say what it has verified has verified nothing.
-        not_verified=list(getattr(reader, "unverified", [*report.loaded, *report.filled])),
+        not_verified=sorted({*unverified, *of_others}) if of_others else list(unverified),
         bytes=report.bytes if statistics is None else int(statistics.bytes),
         seconds=seconds,
     )
@@ -256,6 +267,8 @@ class _HonestReader:
 
     def __init__(self, reader: StorageReader, change: Callable[[Metadata], Metadata]) -> None:
         self._reader = reader
+        self.of_others: set[str] = set()
+        """Keys of what other ranks read for this one, and could not check."""
         # Where ranks saved without collectives each has a metadata file; DCP tries that next, if
         # the reader can take the rank, which it tells from the signature.
         has_rank_files = "kwargs" in inspect.signature(reader.read_metadata).parameters
@@ -282,3 +295,31 @@ class _HonestReader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
+
+
+class _SharingReader(_HonestReader):
+    """One whose ranks share what they read.
+
+    Args:
+        reader: what each of them reads with.
+        change: what to make of the metadata.
+        group: the ranks; None for all.
+    """
+
+    def __init__(
+        self,
+        reader: StorageReader,
+        change: Callable[[Metadata], Metadata],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__(reader, change)
+        self._group = group
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Any:
+        from pyckpt.dcp.sharing import read_shared
+
+        with portable_errors():
+            self.of_others = read_shared(self._reader, plan, planner, self._group)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future

@@ -76,7 +76,7 @@ class DirectReader(StorageReader):
         self._load_id = str(uuid.uuid4())
         self._metadata: Metadata | None = None
         self._is_own = False  # whether that is of this rank alone
-        self._load: Load | None = None
+        self._loads: list[Load] = []  # a program may have one plan read in parts
 
     @property
     def checkpoint_id(self) -> Path:
@@ -92,12 +92,12 @@ class DirectReader(StorageReader):
     def statistics(self) -> ReadStatistics:
         """Of this rank's part of the load that is under way, or else of the last one. May be read
         from any thread."""
-        return ReadStatistics.of([] if self._load is None else self._load.jobs)
+        return ReadStatistics.of([job for load in self._loads for job in load.jobs])
 
     @property
     def unverified(self) -> list[str]:
         """Keys of what the last load read and could not check, sorted."""
-        return [] if self._load is None else sorted(self._load.unverified)
+        return sorted({key for load in self._loads for key in load.unverified})
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -110,7 +110,8 @@ class DirectReader(StorageReader):
         if checkpoint_id is not None:
             self.path = Path(checkpoint_id)
         self._load_id = str(uuid.uuid4())
-        self._metadata = self._load = None
+        self._metadata = None
+        self._loads = []
         self._is_own = False
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -133,6 +134,7 @@ class DirectReader(StorageReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         self._metadata = metadata
+        self._loads = []
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         assert self._metadata is not None
@@ -147,7 +149,7 @@ class DirectReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         assert self._metadata is not None
         engine = default_engine() if self._engine is None else self._engine
-        self._load = Load(
+        load = Load(
             self.path,
             self._metadata,
             planner,
@@ -156,7 +158,8 @@ class DirectReader(StorageReader):
             direct=self.direct,
             extension_registry=self.extension_registry,
         )
-        self._load.run(plan.items)
+        self._loads = [*self._loads, load]  # a new list: another thread may be at the old one
+        load.run(plan.items)
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -1,0 +1,284 @@
+"""Loads whose ranks read once what several of them want, and hand it on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from _ranks import RanksFailed, run_ranks
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import pyckpt
+from pyckpt.dcp import sharing
+from pyckpt.errors import CorruptCheckpoint, LoadError
+from pyckpt.format.metadata import StorageInfo
+
+PAGE = 4096
+SIZES = [0, 1, PAGE - 1, PAGE, PAGE + 1, 300_007, 1_000_003]
+PIECE = 1 << 16
+
+
+def _values(size: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=_generator(seed))
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _state() -> dict[str, Any]:
+    return {
+        "bytes": {f"of {size}": _values(size, size) for size in SIZES},
+        "floats": {f"{i}": torch.randn(17, 31, generator=_generator(i)) for i in range(40)},
+        "columns": torch.randn(64, 48, generator=_generator(1)),
+        "converted": torch.randn(33, dtype=torch.float64, generator=_generator(2)),
+        "scalar": torch.tensor(7.5),
+        "flags": torch.tensor([True, False, True]),
+        "complex": torch.randn(5, dtype=torch.complex64, generator=_generator(3)),
+        "sparse": torch.eye(4).to_sparse(),
+        "objects": {"step": 12, "name": "run", "nested": [1, (2, 3)], "nothing": None},
+    }
+
+
+def _empty_like(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _empty_like(value) for key, value in state.items()}
+    if isinstance(state, torch.Tensor) and not state.is_sparse:
+        return torch.zeros_like(state)
+    return None
+
+
+def _check(found: Any, expected: Any, where: str = "") -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key in expected:
+            _check(found[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, torch.Tensor):
+        dense = (found.to_dense(), expected.to_dense()) if expected.is_sparse else (found, expected)
+        assert torch.equal(*dense), where
+    else:
+        assert found == expected, where
+
+
+def _load(state: dict[str, Any], path: Path, **options: Any) -> tuple[Any, int]:
+    reader = pyckpt.DirectReader(path)
+    report = pyckpt.load(state, reader=reader, share_reads=True, **options)
+    return report, reader.statistics.bytes
+
+
+def _replicas(path: Path) -> int:
+    sharing._PIECE_BYTES = PIECE
+    sharing._SMALL_BYTES = PAGE
+    expected = _state()
+    found = _empty_like(expected)
+    # Destinations that are not like the file: their own memory order, and another dtype.
+    found["columns"] = torch.zeros(48, 64).t()
+    found["converted"] = torch.zeros(33)
+    report, count = _load(found, path)
+    assert report.not_verified == []
+    expected["converted"] = expected["converted"].float()
+    _check(found, expected)
+    return count
+
+
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
+def test_what_all_ranks_want_is_read_once(tmp_path: Path, ranks: int) -> None:
+    path = tmp_path / "checkpoint"
+    dcp.save(_state(), storage_writer=pyckpt.DirectWriter(path), no_dist=True)
+    reader = pyckpt.DirectReader(path)
+    alone = _empty_like(_state())
+    pyckpt.load(alone, reader=reader)
+    unique = reader.statistics.bytes
+    # A sparse tensor takes the place of its destination, so each rank reads its own.
+    del alone["sparse"]
+    pyckpt.load(alone, reader=reader)
+    sparse = unique - reader.statistics.bytes
+    counts = run_ranks(ranks, _replicas, path)
+    # Together they read neighbours that are not wanted, and to whole blocks, as one alone does.
+    blocks = 2 * PAGE * len(_state()["floats"])
+    assert abs(sum(counts) - unique - (ranks - 1) * sparse) <= blocks
+    assert max(counts) < unique
+
+
+def _save_sharded(path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    dcp.save(_sharded(mesh), storage_writer=pyckpt.DirectWriter(path, sync_files=False))
+
+
+def _sharded(mesh: Any) -> dict[str, Any]:
+    whole = torch.arange(7 * 1000.0).reshape(1000, 7)
+    return {
+        "hybrid": distribute_tensor(whole, mesh, [Replicate(), Shard(0)]),
+        "shards": distribute_tensor(whole + 1, mesh, [Shard(0), Shard(1)]),
+        "replicas": distribute_tensor(whole + 2, mesh, [Replicate(), Replicate()]),
+    }
+
+
+def _load_sharded(path: Path) -> int:
+    mesh = init_device_mesh("cpu", (2, 2))
+    expected = _sharded(mesh)
+    found = {key: torch.zeros_like(value) for key, value in expected.items()}
+    _, count = _load(found, path)
+    for key, value in expected.items():
+        assert torch.equal(found[key].to_local(), value.to_local()), key
+    return count
+
+
+def test_replicas_of_shards_read_each_shard_once(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    run_ranks(4, _save_sharded, path)
+    counts = run_ranks(4, _load_sharded, path)
+    needed = 3 * 7 * 1000 * 4
+    assert needed <= sum(counts) < needed + 16 * PAGE
+
+
+def _load_damaged(path: Path) -> None:
+    with pytest.raises(CorruptCheckpoint):
+        _load(_empty_like(_state()), path)
+    dist.barrier()  # all ranks got here, so none waits for bytes
+
+
+def test_damage_that_one_rank_reads_fails_on_all(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    dcp.save(_state(), storage_writer=pyckpt.DirectWriter(path), no_dist=True)
+    (file,) = path.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    at = data.index(bytes(_values(1_000_003, 1_000_003).tolist())[:64])
+    data[at + 5] ^= 1
+    file.write_bytes(data)
+    run_ranks(3, _load_damaged, path)
+
+
+def _load_dying(path: Path) -> None:
+    if dist.get_rank() == 1:
+        original = pyckpt.DirectReader.read_data
+
+        def read_data(*args: Any) -> Any:
+            original(*args)
+            raise OSError(5, "injected")
+
+        pyckpt.DirectReader.read_data = read_data  # type: ignore[method-assign]
+    _load(_empty_like(_state()), path)
+
+
+def test_an_error_of_one_rank_fails_on_all(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    dcp.save(_state(), storage_writer=pyckpt.DirectWriter(path), no_dist=True)
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(3, _load_dying, path)
+    assert sorted(caught.value.failures) == [0, 1, 2]
+    assert all("injected" in str(failure) for failure in caught.value.failures.values())
+
+
+class _Refusing(pyckpt.LoadPlanner):
+    """Refuses an object on one rank, and a tensor on another."""
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        if dist.get_rank() == 1 and read_item.storage_index.fqn == "objects.step":
+            raise ValueError("refused an object")
+        super().load_bytes(read_item, value)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        if dist.get_rank() == 2 and read_item.storage_index.fqn == "scalar":
+            raise ValueError("refused a tensor")
+        super().commit_tensor(read_item, tensor)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        if dist.get_rank() == self.blind:
+            raise ValueError("cannot say where it goes")
+        return super().resolve_tensor(read_item)
+
+    blind = -1
+
+
+def _load_refusing(path: Path, blind: int) -> None:
+    import pyckpt.dcp.load as module
+
+    _Refusing.blind = blind
+    module.LoadPlanner = _Refusing  # type: ignore[misc]
+    with pytest.raises((ValueError, LoadError), match=r"refused|cannot say"):
+        _load(_empty_like(_state()), path)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("blind", [-1, 0, 2])
+def test_what_a_planner_refuses_leaves_no_rank_waiting(tmp_path: Path, blind: int) -> None:
+    path = tmp_path / "checkpoint"
+    dcp.save(_state(), storage_writer=pyckpt.DirectWriter(path), no_dist=True)
+    run_ranks(3, _load_refusing, path, blind)
+
+
+def _wishes(rank_wants: Sequence[Sequence[int]]) -> list[list[Any]]:
+    """For each rank what `read_shared` makes of the items of these numbers."""
+
+    class Planner:
+        metadata: Any
+
+        def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+            return torch.empty(item.lengths)
+
+    class Medium:
+        def device_for(self, device: str) -> str:
+            return device
+
+    def wanted(number: int) -> Any:
+        index = MetadataIndex(f"key {number}", torch.Size([number]))
+        size = torch.Size([number % 5 + 1])
+        item = ReadItem(LoadItemType.TENSOR, index, size, index, torch.Size([0]), size)
+        return sharing._wanted(item, Planner(), Medium())  # type: ignore[arg-type]
+
+    storage = {
+        MetadataIndex(f"key {number}", torch.Size([number])): StorageInfo("file", 10 * number, 10)
+        for number in range(60)
+    }
+    Planner.metadata = Metadata({}, None, storage)
+    return [[wanted(number) for number in wants] for wants in rank_wants]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_ranks_agree_on_who_reads_what(seed: int) -> None:
+    draw = random.Random(seed)
+    ranks = draw.randint(1, 9)
+    wants = [
+        [number for number in range(60) if draw.random() < draw.choice([0.1, 0.9])]
+        for _ in range(ranks)
+    ]
+    wishes = _wishes(wants)
+    names = [
+        torch.tensor([one.name for one in of_rank], dtype=torch.int64).reshape(-1, 2)
+        for of_rank in wishes
+    ]
+    bundles = [sharing._bundles(of_rank, rank, names) for rank, of_rank in enumerate(wishes)]
+    owners: dict[Any, int] = {}
+    orders: dict[Any, list[Any]] = {}
+    for rank, of_rank in enumerate(bundles):
+        shared = set()
+        for bundle in of_rank:
+            assert rank in bundle.holders
+            assert bundle.owner in bundle.holders
+            described = (bundle.holders, bundle.owner, tuple(one.name for one in bundle.wanted))
+            orders.setdefault(bundle.holders, []).append((rank, described))
+            for one in bundle.wanted:
+                assert owners.setdefault(one.name, bundle.owner) == bundle.owner
+                shared.add(one.name)
+        expected = {
+            one.name
+            for one, number in zip(wishes[rank], wants[rank], strict=True)
+            if sum(number in other for other in wants) > 1
+        }
+        assert shared == expected
+        # One order on all ranks: by holders, and by owners among them.
+        keys = [(bundle.holders, bundle.owner) for bundle in of_rank]
+        assert keys == sorted(keys)
+    for holders, described in orders.items():
+        by_rank = {rank: [d for r, d in described if r == rank] for rank in holders}
+        assert all(one == by_rank[holders[0]] for one in by_rank.values())
