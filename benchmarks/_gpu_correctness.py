@@ -93,7 +93,8 @@ def _attempt(
     total = sum(tensor.numel() for tensor in tensors)
 
     def share(value: int) -> float:
-        return float(sum(int((tensor == value).sum()) for tensor in found["model"].values()) / total)
+        equal = sum(int((tensor == value).sum()) for tensor in found["model"].values())
+        return float(equal / total)
 
     return {"wrong_share": 1 - share(2), "older_share": share(1), "newer_share": share(3)}
 
