@@ -80,8 +80,8 @@ __all__ = [
     "to_torch",
 ]
 
-# Where the names are from that are imported when they are first asked for. They need
-# torch.distributed.checkpoint, or dynamo, which take longer to import than all of this package.
+# The modules of names that are imported at their first use. They need torch.distributed.checkpoint
+# or dynamo, which take longer to import than all of this package.
 _HOMES = {
     "Advice": "pyckpt.train.advice",
     "CheckpointInfo": "pyckpt.train.store.catalog",
@@ -116,7 +116,7 @@ _HOMES = {
 
 _MODULES = {"merges": "pyckpt.train.state.merges", "optim": "pyckpt.optim"}
 
-if not TYPE_CHECKING:  # or else a type checker would take any name for one of these
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
 
     def __getattr__(name: str) -> object:
         if name in _MODULES:

@@ -1,4 +1,4 @@
-"""Finds out why the native extension cannot be loaded, before a linker says so in symbols."""
+"""Explains why the native extension cannot be loaded, before the linker reports missing symbols."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _release(version: str) -> str:
 
 
 def check_extension() -> None:
-    """Raise ImportError, with what to do, where ``pyckpt._C`` does not fit the torch that runs."""
+    """Raise ImportError, with the command to run, if ``pyckpt._C`` does not fit this torch."""
     try:
         from pyckpt import _build
     except ImportError as error:

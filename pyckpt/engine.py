@@ -26,21 +26,21 @@ class Engine:
     """Page-aligned memory, and the native threads that move bytes through it.
 
     The memory has two parts. Bytes stream through a small ring of slots on their way to and from
-    the disk. An arena holds the copies that asynchronous saves make of the state. It grows to what
-    the saves need, within the budget, and each save uses it again.
+    the disk. An arena holds the copies that asynchronous saves make of the state. It grows as saves
+    need it, within the budget, and is used again by each save.
 
     Any number of writers and readers may share an engine, from any threads. Saves that overlap
     share its memory and threads. A forked child cannot use its parent's engine. An engine that is
     pickled becomes another one of the same settings.
 
     Args:
-        max_pinned_bytes: how many bytes ring and arena may have together. What an asynchronous save
-            cannot copy for want of room is written from where it lies, and the program waits for
-            that. The default is a quarter of the memory that the process may use, divided by
-            ``LOCAL_WORLD_SIZE`` if that is set. No memory is taken before it is needed.
-        slot_bytes: bytes of one slot, and so of one read or write; a multiple of 4096.
-        io_threads: how many threads copy, checksum, read and write. As many requests are on their
-            way to the disk at a time.
+        max_pinned_bytes: bytes of ring and arena together, at most. If an asynchronous save finds
+            no room for a tensor, it writes the tensor in place, and the program waits for that. The
+            default is a quarter of the memory that the process may use, divided by
+            ``LOCAL_WORLD_SIZE`` if that is set. No memory is allocated before it is needed.
+        slot_bytes: bytes of one slot, and of one read or write; a multiple of 4096.
+        io_threads: the number of threads that copy, checksum, read and write. The disk has as many
+            requests at a time.
 
     Raises:
         ValueError: an argument is out of range.
@@ -60,8 +60,8 @@ class Engine:
             budget = max(_share_of_memory(), self.slot_bytes * self.io_threads)
         if budget < self.slot_bytes:
             raise ValueError(f"{self.max_pinned_bytes = } must hold a slot: {self.slot_bytes = }.")
-        # A thread works on one slot at a time; those beyond that are on their way to a GPU, from
-        # which a slot of 2 MiB is back in less than a tenth of the time that it takes to be read.
+        # A thread works on one slot at a time. The spare slots are being copied to a GPU. Copying a
+        # slot of 2 MiB takes less than a tenth of the time of reading it.
         spare = max(2, self.io_threads // 2)
         slots = min(self.io_threads + spare, budget // self.slot_bytes)
         native = _C.Engine(
@@ -89,7 +89,7 @@ class Engine:
         self.native.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process cannot have the memory and the threads, but it can have its own.
+        # Another process cannot use this memory and these threads, and makes its own.
         return _engine_of, (self.max_pinned_bytes, self.slot_bytes, self.io_threads)
 
     def __enter__(self) -> Engine:
@@ -122,12 +122,12 @@ def _share_of_memory() -> int:
 
 _lock = fork_safe_lock()
 _default: Engine | None = None
-# Engines of the parent that a forked child inherited: kept, since none can be freed there.
+# Engines of the parent that a forked child inherited, kept because the child cannot free them.
 _inherited: list[Engine] = []
 
 
 def default_engine() -> Engine:
-    """The engine of everyone who was not given one; made on first use, closed at exit."""
+    """The engine of all callers that were given none. Made on first use, closed at exit."""
     global _default
     with _lock:
         if _abandoned:
@@ -146,8 +146,8 @@ def configure(
 ) -> Engine:
     """Replace the default engine by one of these settings (see ``Engine``) and return it.
 
-    A setting that is left out keeps its default. The default engine of before is closed, and a save
-    that is under way on it fails. So call this before the first save.
+    A setting that is left out has its default. The previous default engine is closed, and saves
+    that are under way on it fail, so call this before the first save.
 
     Args:
         at_exit: what happens to asynchronous saves that are under way when the program ends. With
@@ -177,11 +177,11 @@ def configure(
 _at_exit: Literal["finish", "abandon"] = "finish"
 
 
-_abandoned = False  # no more engines: the interpreter is on its way out
+_abandoned = False  # the interpreter is shutting down, so no more engines are made
 
 
 def abandoned() -> bool:
-    """Whether saves fail because the program has ended and asked for no more."""
+    """Whether saves fail because the program has ended under ``at_exit="abandon"``."""
     return _abandoned
 
 
@@ -205,10 +205,11 @@ def _forget_default() -> None:
         _default = None
 
 
-# At exit the threads must be gone before the CUDA runtime and the interpreter are.
+# At exit the threads must end before the CUDA runtime and the interpreter do.
 atexit.register(_close_default)
-# Before that Python waits for the threads of executors, DCP's among them; what is to be abandoned
-# must be so before. Its hook is private, and called in the reverse order of registration.
+# Before that, Python waits for the threads of executors, DCP's among them, so saves must be
+# abandoned earlier still. Python's hook for that is private. Hooks run in the reverse order of
+# registration.
 if register := getattr(threading, "_register_atexit", None):
     import_module("concurrent.futures.thread")  # registers its own
     register(_abandon)

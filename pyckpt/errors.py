@@ -7,11 +7,11 @@
         ├── CorruptCheckpoint        bytes on disk are not the bytes that were saved
         ├── UnsafeCheckpoint         a file asks for a class that loading does not allow
         ├── LoadError                a checkpoint and the state it is loaded into do not fit
-        │   └── CheckpointReplaced   it was saved over while it was loaded
-        ├── StagerBusy               saves under way leave no memory for another
-        ├── SaveError                a save failed, in different ways on different ranks perhaps
+        │   └── CheckpointReplaced   a checkpoint was overwritten while it was loaded
+        ├── StagerBusy               earlier saves hold the memory that a save needs
+        ├── SaveError                a save failed, perhaps differently on different ranks
         ├── RanksLost                other ranks did not come to a save or a restore
-        ├── Superseded               another job has begun to save where this one did
+        ├── Superseded               another job has begun to save into the same directory
         ├── EngineClosed             an engine was used after ``close()``
         └── CudaError                a CUDA call failed
 
@@ -40,9 +40,9 @@ __all__ = [
 class PyckptError(Exception):
     """Base class of the errors that pyckpt defines.
 
-    What a message quotes may come from a file that is not to be trusted, such as a key: what is no
-    printable character is shown as Python's escape of it, so that it cannot act on a terminal, or
-    look like another line of a log.
+    A message may quote text from an untrusted file, such as a key. Characters that are not
+    printable are shown as Python's escapes, so that they cannot control a terminal or forge a line
+    of a log.
     """
 
     def __init__(self, message: str = "", *more: object) -> None:
@@ -52,8 +52,8 @@ class PyckptError(Exception):
 class CorruptCheckpoint(PyckptError):
     """Bytes on disk are not the bytes that were saved: damaged, truncated, missing or swapped.
 
-    The message says all of it; what is known is also in the attributes ``path``, ``key``,
-    ``offset`` (bytes), ``expected`` and ``found`` (checksums or sizes), ``None`` otherwise.
+    The attributes ``path``, ``key``, ``offset`` (in bytes), ``expected`` and ``found`` (checksums,
+    or sizes in bytes) repeat the message. An attribute that is not known is None.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class CorruptCheckpoint(PyckptError):
 class UnsafeCheckpoint(PyckptError):
     """A file asks for a class or function that loading does not allow.
 
-    ``refused`` holds the dotted names of what it asked for; ``path`` or ``key`` tells where.
+    ``refused`` holds the dotted names of the classes and functions that were refused; ``path`` or
+    ``key`` names the file or the item that asks for them.
     """
 
     def __init__(
@@ -96,11 +97,12 @@ class UnsafeCheckpoint(PyckptError):
 
 
 class LoadError(PyckptError):
-    """A checkpoint does not fit the state it is loaded into.
+    """A checkpoint does not fit the state that it is loaded into.
 
     ``missing`` are keys of the state that the checkpoint lacks, ``unexpected`` keys of the
-    checkpoint that the state lacks, ``mismatched`` keys whose shapes differ, and ``failures``
-    what each failing rank said, by rank. The message shortens these lists; they are complete.
+    checkpoint that the state lacks, and ``mismatched`` keys whose shapes differ. ``failures`` maps
+    each failing rank to its error, as text. The message shortens these; the attributes are
+    complete.
     """
 
     def __init__(
@@ -120,17 +122,18 @@ class LoadError(PyckptError):
 
 
 class CheckpointReplaced(LoadError):
-    """A checkpoint was saved over while it was loaded, so that ranks saw different ones. Load it
-    again; ``pyckpt.load`` has tried that a few times."""
+    """A checkpoint was overwritten while it was loaded, so that ranks saw different ones. Load it
+    again. ``pyckpt.load`` raises this after several attempts."""
 
 
 class StagerBusy(PyckptError):
-    """Saves under way leave no memory for another, which was not to wait for it."""
+    """Earlier saves hold the memory that a save needs, and ``when_busy`` of `PinnedStager` says not
+    to wait for it."""
 
 
 class SaveError(PyckptError):
     """A save failed, in different ways on different ranks, or by an error that is neither an
-    ``OSError`` nor one of pyckpt's. ``failures`` has what each failing rank said, by rank.
+    ``OSError`` nor one of pyckpt's. ``failures`` maps each failing rank to its error, as text.
     """
 
     def __init__(self, message: str, *, failures: dict[int, str] | None = None) -> None:
@@ -139,11 +142,11 @@ class SaveError(PyckptError):
 
 
 class RanksLost(PyckptError):
-    """Ranks did not come to what all of them do together, in time or at all. ``ranks`` holds those
-    that are known to be missing; it may be empty.
+    """Ranks did not take part in a collective call within its timeout. ``ranks`` holds those that
+    are known to be missing; it may be empty.
 
-    A ``Checkpointer`` that raised this saves and restores no more, since its ranks may be in
-    different calls. Checkpoints that were committed are as they were.
+    A ``Checkpointer`` that raised this no longer saves or restores, since its ranks may be in
+    different calls. Committed checkpoints stay as they were.
     """
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
@@ -152,8 +155,8 @@ class RanksLost(PyckptError):
 
 
 class Superseded(PyckptError):
-    """Another job has begun to save into the directory where this one did. What was committed is
-    there; nothing that this job saves will be, until it is started again."""
+    """Another job has begun to save into the same directory since this job did. Committed
+    checkpoints stay. All later saves of this job fail until it is started again."""
 
 
 class EngineClosed(PyckptError):
@@ -161,4 +164,4 @@ class EngineClosed(PyckptError):
 
 
 class CudaError(PyckptError):
-    """A CUDA call failed. The message names the call and what CUDA says of it."""
+    """A CUDA call failed. The message names the call and quotes CUDA's description."""

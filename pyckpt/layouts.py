@@ -1,8 +1,7 @@
-"""Under which names, and in which order of rows, other programs want the tensors of a model.
+"""The names, and the order of rows, that other programs expect of a model's tensors.
 
-``Checkpointer.export(rename=...)`` takes a layout where names alone are not enough. One is here for
-the models most trained outside of Hugging Face's own classes: those with Llama's blocks (Llama 2
-and 3, Mistral, and what is built like them).
+``Checkpointer.export(rename=...)`` takes a layout if new names alone are not enough. The layouts
+here are for models with Llama's blocks (Llama 2 and 3, Mistral, and models built like them).
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ __all__ = ["Layout", "MetaLlama", "TorchtuneLlama"]
 
 
 class Layout(ABC):
-    """Brings the tensors of a model to the names and values that another program wants."""
+    """Converts the tensors of a model to the names and values that another program expects."""
 
     @abstractmethod
     def name(self, name: str) -> str | None:
         """The new name of a tensor; None leaves it out."""
 
     def converts(self, name: str) -> bool:
-        """Whether the values of a tensor change, too. It is then held in memory as a whole."""
+        """Whether the values of a tensor also change. It is then held in memory as a whole."""
         return False
 
     def convert(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -32,11 +31,11 @@ class Layout(ABC):
 
 
 class _Llama(Layout):
-    """To ``LlamaForCausalLM`` of transformers, from one of the other ways to name its parts.
+    """Converts to ``LlamaForCausalLM`` of transformers. Subclasses have the names to convert from.
 
     Args:
-        heads: attention heads.
-        kv_heads: heads of keys and values; by default as many.
+        heads: number of attention heads.
+        kv_heads: number of heads of keys and values; by default ``heads``.
 
     Raises:
         ValueError: a number is not positive, or ``heads`` not a multiple of ``kv_heads``.
@@ -44,8 +43,9 @@ class _Llama(Layout):
 
     _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
     _names: dict[str, str]
-    """New names of what is in no layer; below, of what is in one."""
+    """New names of tensors outside of layers, by their old names."""
     _in_layers: dict[str, str]
+    """New names of tensors inside a layer, by their old names."""
     _left_out: frozenset[str] = frozenset()
     _queries: str
     _keys: str
@@ -58,10 +58,10 @@ class _Llama(Layout):
         self.kv_heads = kv_heads
 
     def name(self, name: str) -> str | None:
-        """The name in transformers; None for tables that it computes itself.
+        """The name in transformers; None for tables that transformers computes itself.
 
         Raises:
-            ValueError: no Llama has such a tensor.
+            ValueError: a Llama has no such tensor.
         """
         if name in self._left_out:
             return None
@@ -78,9 +78,14 @@ class _Llama(Layout):
         return match is not None and match[2] in (self._queries, self._keys)
 
     def convert(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Reorder the rows of a head: its rotary embedding turns pairs of neighbours here, and in
-        transformers the first half of a head against the second
-        (``transformers/models/llama/convert_llama_weights_to_hf.py``)."""
+        """Reorder the rows of each head, as
+        ``transformers/models/llama/convert_llama_weights_to_hf.py`` does. The rotary embedding
+        rotates pairs of neighbouring rows here. In transformers, a pair is a row of the first half
+        of a head and the corresponding row of the second half.
+
+        Raises:
+            ValueError: the number of rows does not fit the number of heads.
+        """
         match = self._LAYER.fullmatch(name)
         assert match is not None
         heads = self.heads if match[2] == self._queries else self.kv_heads
@@ -92,7 +97,7 @@ class _Llama(Layout):
 
 
 class MetaLlama(_Llama):
-    """From Meta's names, which torchtitan's models have, too, to ``LlamaForCausalLM``."""
+    """Converts Meta's names, which torchtitan also uses, to those of ``LlamaForCausalLM``."""
 
     _names = {  # noqa: RUF012
         "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -116,7 +121,7 @@ class MetaLlama(_Llama):
 
 
 class TorchtuneLlama(_Llama):
-    """From torchtune's names to ``LlamaForCausalLM``."""
+    """Converts torchtune's names to those of ``LlamaForCausalLM``."""
 
     _names = {  # noqa: RUF012
         "tok_embeddings.weight": "model.embed_tokens.weight",

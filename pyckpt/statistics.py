@@ -1,4 +1,4 @@
-"""What a save or a load did, in numbers."""
+"""Statistics of a save or a load on one rank."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ __all__ = ["ReadStatistics", "WriteStatistics"]
 
 @dataclass(frozen=True)
 class WriteStatistics:
-    """What a rank's save did, or what it did so far.
+    """Counts and times of a rank's save, of all of it or so far.
 
-    The seconds of copying, checksumming and writing are summed over the engine's threads, so that
-    together they may exceed ``seconds``, the time that passed.
+    The seconds of copying, checksumming and writing are summed over the engine's threads. Together
+    they may exceed ``seconds``, the wall-clock time.
     """
 
     items: int = 0
     """Tensors and objects given to the engine."""
     bytes: int = 0
-    """Bytes of the rank's file that have their place in it; its size, once the save is over."""
+    """Bytes of the rank's file that are laid out; the size of the file, once the save is over."""
     bytes_written: int = 0
-    """Bytes that are on their way to, or on, the disk."""
+    """Bytes of the file that have been written, or are being written."""
     seconds: float = 0.0
-    """From opening the file to its being durable, or to now."""
+    """From the opening of the file until it is durable, or until now."""
     copy_seconds: float = 0.0
-    """Copying, with the checksums of what is copied: one pass makes both."""
+    """Copying and checksumming in one pass."""
     checksum_seconds: float = 0.0
-    """Checksums of what is not copied: of memory written from where it is, or copied by a GPU."""
+    """Checksumming bytes that are written in place, or that a GPU copied."""
     write_seconds: float = 0.0
     sync_seconds: float = 0.0
-    """Waiting for the disk to have everything (fsync), at the end."""
+    """Waiting for fsync, at the end."""
     slot_waits: int = 0
-    """How often a thread found no free slot in the engine's ring: another save held them."""
+    """How often a thread found no free slot in the engine's ring, since other saves held them."""
     direct: bool = False
     """Whether the file was written past the page cache."""
     fallback_reason: str = ""
-    """Why it was not, if ``direct`` did not ask for that; else empty."""
+    """Why it was not, unless ``direct`` asked for the page cache; else empty."""
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -71,30 +71,29 @@ class WriteStatistics:
 
 @dataclass(frozen=True)
 class ReadStatistics:
-    """What a rank's load did, or what it did so far.
+    """Counts and times of a rank's load, of all of it or so far.
 
-    The seconds of reading, checksumming and copying are summed over the engine's threads, so that
-    together they may exceed ``seconds``, the time that passed.
+    The seconds of reading, checksumming and copying are summed over the engine's threads. Together
+    they may exceed ``seconds``, the wall-clock time.
     """
 
     bytes: int
     """Bytes read from disk."""
     bytes_needed: int
-    """Bytes that were asked for; the rest lay between them."""
+    """Bytes that the load asked for. The other bytes lay between them."""
     seconds: float
-    """From the first request to the last byte's being at its destination, or to now."""
+    """From the first request until the last byte is at its destination, or until now."""
     read_seconds: float
     checksum_seconds: float
-    """Checksums of what is not copied: of what was read straight to where it belongs, or goes to a
-    GPU."""
+    """Checksumming bytes that were read straight to their destination, or that go to a GPU."""
     copy_seconds: float
-    """Copying, with the checksums of what is copied."""
+    """Copying and checksumming in one pass."""
     slot_waits: int
-    """How often a thread found no free slot in the engine's ring: another job held them."""
+    """How often a thread found no free slot in the engine's ring, since other jobs held them."""
     direct: bool
     """Whether all files were read past the page cache."""
     fallback_reason: str
-    """Why they were not, if ``direct`` did not ask for that; else empty."""
+    """Why they were not, unless ``direct`` asked for the page cache; else empty."""
 
     @property
     def gigabytes_per_second(self) -> float:

@@ -1,4 +1,4 @@
-"""The errors of ranks, out of DCP's wrapping."""
+"""The errors of ranks: sent through DCP, and taken out of its `CheckpointException`."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ __all__ = ["Carried", "error_of", "portable", "portable_errors", "said"]
 
 
 class Carried(BaseException):
-    """Carries an error past DCP, which turns an Exception there into text."""
+    """Carries an error through a part of DCP that turns every `Exception` into text."""
 
 
 class Described(Exception):
-    """Stands for an error that cannot cross to other ranks, and says what it was."""
+    """Stands for an error that cannot be sent to other ranks, and has its text."""
 
 
 def said(error: BaseException) -> str:
-    """What an error is, in a line."""
+    """Describe an error in a line."""
     if isinstance(error, Described):
         return str(error)
     try:
@@ -42,12 +42,12 @@ def said(error: BaseException) -> str:
 
 
 def portable(error: Exception) -> Exception:
-    """An error as it may cross to other ranks: itself, if it is of a class that is built in or ours
-    and pickle carries it, or else one that is, with what can be kept.
+    """Return an error that can be sent to other ranks. It is the error itself, if its class is
+    built in or pyckpt's and pickle can copy it. Otherwise it is one of such a class, with the same
+    text, and with errno and path if it has them.
 
-    One that does not pickle, or cannot be made again from its arguments as exceptions with
-    constructors of their own often cannot, is raised outside of what DCP catches: the ranks would
-    wait for each other.
+    Pickle cannot copy many exceptions that have constructors of their own. DCP does not catch the
+    failure to pickle, so the ranks would wait for each other.
     """
     known = _known(type(error))
     if known is type(error):
@@ -66,7 +66,7 @@ def portable(error: Exception) -> Exception:
 
 @contextmanager
 def portable_errors() -> Iterator[None]:
-    """Raise what is raised inside as it may cross to other ranks."""
+    """Raise each error from inside as `portable` returns it."""
     try:
         yield
     except Exception as error:
@@ -77,17 +77,18 @@ def portable_errors() -> Iterator[None]:
 
 
 def _known(kind: type[BaseException]) -> type[BaseException]:
-    """The class, or the one above it, that every rank has and that is made from a message."""
+    """The class, or its nearest base that every rank has and that is made from a message."""
     return next(k for k in kind.__mro__ if k.__module__ in (builtins.__name__, ours.__name__))
 
 
 def error_of(
     failure: CheckpointException, *, alone: bool, kind: type[LoadError | SaveError], doing: str
 ) -> BaseException:
-    """What to raise for DCP's `CheckpointException`, which is no `Exception`.
+    """Return the error to raise for DCP's `CheckpointException`, which is no `Exception`.
 
-    One kind of error that callers can act on keeps its class, or the one above it that is built in
-    or ours; anything else is a ``kind``. The errors of all ranks are chained to it.
+    If all failing ranks raised the same class, an `OSError` or `PyckptError`, the result has that
+    class, or its nearest base that is built in or pyckpt's. Otherwise it is a ``kind``. The errors
+    of all ranks are chained to it.
     """
     errors = {rank: _unwrapped(error) for rank, (error, _) in sorted(failure.failures.items())}
     first = next(iter(errors.values()))
@@ -130,7 +131,7 @@ def _chained(errors: dict[int, BaseException]) -> BaseException:
 def _with_ranks(error: BaseException, ranks: list[int]) -> BaseException:
     """Copy an error, with the ranks that raised it in its message."""
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {some(ranks, 8)}"
-    kind = _known(type(error))  # others may not be made from a message
+    kind = _known(type(error))  # a class of others may not be made from a message
     if isinstance(error, OSError):
         if error.errno is None:
             return kind(f"{who}: {error}")

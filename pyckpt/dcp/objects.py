@@ -1,8 +1,8 @@
-"""Saved objects: what DCP stores with ``torch.save``, loaded without running code of the file.
+"""Objects that DCP saved with ``torch.save``, loaded without running code of the file.
 
-torch reads them, with the unpickler that it has for ``weights_only=True``. Ours is a second
-instance of that module, for its list of what may be named is one for the process: what a caller
-allows here, for one load, must not be allowed to whoever loads something else meanwhile.
+torch's unpickler for ``weights_only=True`` reads them. pyckpt uses a second instance of its module,
+because the module has one list of allowed classes for the whole process. A class that a caller
+allows for one load must not be allowed to loads in other threads.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from pyckpt.format.sealed import Sealed, scan
 __all__ = ["Allowed", "load"]
 
 Allowed = Callable[..., Any] | tuple[Callable[..., Any], str]
-"""A class or function that objects may contain, or it and the dotted name it was saved under."""
+"""A class or function that objects may contain; or a pair of it and the dotted name under which it
+was saved."""
 
-# pickle itself goes no deeper, unless the program that saves has raised its limit.
+# pickle itself goes no deeper, unless the program that saves has raised Python's recursion limit.
 _DEPTH_MIN = 1000
 _BLOCKED = re.compile(r"unsupported GLOBAL ([\w.]+)")
 _TENSORS_OF_OLD = frozenset(torch._tensor_classes)
@@ -44,9 +45,9 @@ def load(data: io.BytesIO, key: str, *, allow: Sequence[Allowed] = (), device: t
     Tensors within it that were saved from the CPU stay there; others go to ``device``.
 
     Raises:
-        UnsafeCheckpoint: it contains a class or function that is not allowed.
-        CorruptCheckpoint: the bytes are not a saved object, or one that takes more to read than
-            its size explains.
+        UnsafeCheckpoint: the object contains a class or function that is not allowed.
+        CorruptCheckpoint: the bytes are not a saved object, or take more memory or time to read
+            than their number justifies.
     """
 
     try:
@@ -85,7 +86,8 @@ def load(data: io.BytesIO, key: str, *, allow: Sequence[Allowed] = (), device: t
 
 
 def _check_archive(data: io.BytesIO) -> None:
-    """Check that nothing in it is larger than it is: torch makes room before it reads."""
+    """Check that no record claims to be larger than the archive: torch allocates its memory before
+    it reads it."""
     size = data.getbuffer().nbytes
     with zipfile.ZipFile(data) as archive:
         for record in archive.infolist():
@@ -96,14 +98,14 @@ def _check_archive(data: io.BytesIO) -> None:
     data.seek(0)
 
 
-# --- what may be named ----------------------------------------------------------------------------
+# --- allowed classes and functions ----------------------------------------------------------------
 
 _loading = threading.local()
 
 
 @contextmanager
 def _allowing(allowed: dict[str, Any]) -> Iterator[None]:
-    """Allow these, too, in this thread."""
+    """Also allow these, in this thread."""
     before = getattr(_loading, "allowed", {})
     _loading.allowed = allowed
     try:
@@ -113,7 +115,8 @@ def _allowing(allowed: dict[str, Any]) -> Iterator[None]:
 
 
 def _allowed(allow: Sequence[Allowed]) -> dict[str, Any]:
-    """What the program allows everybody, and the caller for this load, by name."""
+    """Return by name what the program allows to all loads, and what the caller allows to this one.
+    """
     allowed: dict[str, Any] = dict(
         torchs_unpickler._get_user_allowed_globals()  # type: ignore[no-untyped-call]
     )
@@ -124,23 +127,23 @@ def _allowed(allow: Sequence[Allowed]) -> dict[str, Any]:
 
 
 def _refused(described: bytes, allowed: dict[str, Any], error: BaseException) -> tuple[str, ...]:
-    """Name what an object contains that is not allowed; none where that is not the ``error``."""
+    """Name what an object contains that is not allowed; none if ``error`` has another cause."""
     if not isinstance(error, pickle.UnpicklingError):
         return ()
     unpickler = _unpickler()
     try:
         names: set[str] = unpickler.get_globals_in_pkl(io.BytesIO(described))
-    except Exception:  # damaged: the message says what torch stumbled on
+    except Exception:  # damaged: only the message tells the name that torch refused
         names = set()
     names = names - allowed.keys() - unpickler._get_allowed_globals().keys()
-    # Modules that nobody can allow anything of.
+    # torch refuses some modules whatever is allowed, and names them in its message alone.
     names.update(re.findall(_BLOCKED, str(error)))
     return tuple(sorted(names))
 
 
 @cache
 def _unpickler() -> Any:
-    """A second instance of torch's module, which asks this one what is allowed."""
+    """A second instance of torch's module, which asks this module what is allowed."""
     spec = importlib.util.find_spec(torchs_unpickler.__name__)
     assert spec is not None
     assert spec.loader is not None
@@ -149,7 +152,7 @@ def _unpickler() -> Any:
     plain = {
         name: value
         for name, value in module._get_allowed_globals().items()
-        # Called with a size, these give out memory that nobody has written.
+        # Called with a size, these return uninitialised memory.
         if value not in _TENSORS_OF_OLD
     }
     plain["torch.storage.UntypedStorage"] = _UntypedStorage
@@ -171,13 +174,13 @@ class _UntypedStorage(metaclass=Sealed):
 
 
 def _make_bytearray(value: str | bytes = b"", encoding: str = "latin-1") -> bytearray:
-    """``bytearray``, but for numbers: it would make as many bytes."""
+    """``bytearray`` without its form that takes a number, and allocates that many bytes."""
     return bytearray(value.encode(encoding) if isinstance(value, str) else bytes(memoryview(value)))
 
 
 def _rebuild_sparse(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor:
-    """``torch._utils._rebuild_sparse_tensor``, with indices that are looked at: torch does so only
-    on request, and others read and write where they point."""
+    """``torch._utils._rebuild_sparse_tensor``, which also checks the indices. torch does so only on
+    request, and operators read and write where the indices point."""
     if layout is torch.sparse_coo:
         indices, values, size, *more = data
         coalesced = more[0] if more else None

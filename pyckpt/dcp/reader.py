@@ -32,9 +32,9 @@ class DirectReader(StorageReader):
 
         dcp.load(state_dict, storage_reader=pyckpt.DirectReader("checkpoints/step-100"))
 
-    Only the bytes that a rank needs are read, whatever the shards in the file; none twice. The
-    metadata is read without running what it contains. (Whether objects are, is up to the planner:
-    stock's runs them; use ``pyckpt.load`` or ``pyckpt.LoadPlanner`` where the file is not trusted.)
+    A rank reads only the bytes that it needs, and none twice, whatever the shards in the file. The
+    metadata is decoded without running code. The planner decodes objects, and stock's planner runs
+    their code: use ``pyckpt.load`` or ``pyckpt.LoadPlanner`` if you do not trust the file.
 
     Args:
         path: directory of the checkpoint.
@@ -47,11 +47,12 @@ class DirectReader(StorageReader):
             ``FileSystemReader`` gives it.
 
     Raises:
-        ValueError: an argument is none of those above.
+        ValueError: ``verify`` or ``direct`` is none of the values above.
 
-    Loading raises, wrapped by DCP in ``CheckpointException`` (``pyckpt.load`` unwraps it):
-    ``CorruptCheckpoint`` where bytes differ from what was saved, and, before anything is loaded,
-    where a file is shorter or longer than the metadata says; ``OSError``; ``UnsafeCheckpoint``.
+    Loading raises these, wrapped by DCP in ``CheckpointException`` (``pyckpt.load`` unwraps it):
+    ``CorruptCheckpoint`` if bytes differ from those that were saved, or, before anything is loaded,
+    if a file has another size than the metadata says; ``CheckpointReplaced`` if the checkpoint was
+    overwritten meanwhile; ``UnsafeCheckpoint``; ``OSError``.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class DirectReader(StorageReader):
         self.extension_registry = _extension_registry
         self._load_id = str(uuid.uuid4())
         self._metadata: Metadata | None = None
-        self._is_own = False  # whether that is of this rank alone
+        self._is_own = False  # whether the metadata is of this rank alone
         self._loads: list[Load] = []  # a program may have one plan read in parts
 
     @property
@@ -90,13 +91,13 @@ class DirectReader(StorageReader):
 
     @property
     def statistics(self) -> ReadStatistics:
-        """Of this rank's part of the load that is under way, or else of the last one. May be read
-        from any thread."""
+        """Counts and times of this rank's part of the load that is under way, or else of the last
+        one. May be read from any thread."""
         return ReadStatistics.of([job for load in self._loads for job in load.jobs])
 
     @property
     def unverified(self) -> list[str]:
-        """Keys of what the last load read and could not check, sorted."""
+        """Keys that the last load read and could not check, sorted."""
         return sorted({key for load in self._loads for key in load.unverified})
 
     @classmethod
@@ -139,7 +140,7 @@ class DirectReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         assert self._metadata is not None
         if self._is_own:
-            return plan  # each rank saved for itself, and so they have no save in common
+            return plan  # each rank saved for itself: there is no common save to compare
         return replace(plan, storage_data=Seen(os.fspath(self.path), save_id_of(self._metadata)))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -1,4 +1,4 @@
-"""What a load did, for the person who asked for it."""
+"""`LoadReport`: the outcome of a load, key by key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMES_SHOWN = 3
 
 
 class Conversion(NamedTuple):
-    """A tensor that was saved as one dtype and loaded into another."""
+    """A tensor that was saved in one dtype and loaded into another."""
 
     key: str
     saved: torch.dtype
@@ -27,7 +27,7 @@ class Conversion(NamedTuple):
 
 
 class Replacement(NamedTuple):
-    """A value of one kind ("dict", "tensor", "int") that gave way to a saved one of another."""
+    """A value of one kind ("dict", "tensor", "int") that a saved one of another kind replaced."""
 
     key: str
     was: str
@@ -38,13 +38,13 @@ class Replacement(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A plain value that was one thing in the state and another in the checkpoint."""
+    """A plain value that differed between the state and the checkpoint."""
 
     key: str
     live: object
     saved: object
     kept: bool
-    """Whether the state's was to win; else the state now has what was saved."""
+    """Whether the state's value stayed. Otherwise the state now has the saved value."""
 
     def __str__(self) -> str:
         what = (
@@ -57,36 +57,37 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What one rank's load did, key by key. Keys are DCP's: the path's names joined by dots.
+    """The outcome of one rank's load. Keys are DCP's: the names of a path, joined by dots.
 
     ``str(report)`` is a short summary; the lists are complete.
     """
 
     loaded: list[str] = field(default_factory=list)
-    """Keys that the state had and that now hold what was saved."""
+    """Keys that the state had and that now hold the saved values."""
     filled: list[str] = field(default_factory=list)
-    """Keys that the state did not have, or had as None or an empty value, and that were created."""
+    """Keys that were created: the state lacked them, or had None or an empty value."""
     converted: list[Conversion] = field(default_factory=list)
     """Tensors, among the loaded, whose dtype differs; they keep the state's dtype."""
     replaced: list[Replacement] = field(default_factory=list)
-    """Values, among the loaded and filled, of another kind than saved: they are now as saved."""
+    """Values, among the loaded and filled, that had another kind than the saved value."""
     kept: list[str] = field(default_factory=list)
-    """Keys of the state that were left as they were, the checkpoint having nothing for them."""
+    """Keys of the state that stay as they were: the checkpoint lacks them, has them in another
+    shape, or the caller asked to keep them."""
     dropped: list[str] = field(default_factory=list)
-    """Keys that gave way to what was saved: those beyond the end of a list that was shorter, and
-    those in a dict or list that was saved as one value."""
+    """Keys that were removed: those beyond the end of a list that was saved shorter, and those in a
+    dict or list that was saved as one value."""
     left_out: list[str] = field(default_factory=list)
     """Keys of the checkpoint under top-level entries that the caller did not pass."""
     unexpected: list[str] = field(default_factory=list)
     """Keys of the checkpoint, in containers that were passed, left out by ``unexpected="ignore"``.
     """
     not_verified: list[str] = field(default_factory=list)
-    """Keys whose bytes no checksum vouches for: read in part, or by a reader that has none."""
+    """Keys whose bytes were not checked: read in part, or by a reader that checks nothing."""
     differing: list[Difference] = field(default_factory=list)
-    """Numbers, strings and the like that the state had otherwise than the checkpoint, and which of
-    the two won. Told by ``Checkpointer.restore`` alone."""
+    """Plain values, such as numbers and strings, that differed between state and checkpoint. Only
+    ``Checkpointer.restore`` lists them."""
     bytes: int = 0
-    """Bytes read, where the reader counts them, else bytes of tensors asked for."""
+    """Bytes read if the reader counts them, else bytes of the tensors that were asked for."""
     seconds: float = 0.0
     """Wall-clock time of the whole load."""
 

@@ -25,9 +25,9 @@ def save_with_dcp(
     process_group: dist.ProcessGroup | None,
     alone: bool,
 ) -> None:
-    """What ``dcp.save`` does, where nothing in the tree is to be asked for its state.
+    """Do what ``dcp.save`` does, but for asking objects in the tree for their state.
 
-    ``dcp.save`` itself warns, at each call, that it does not use `torch.distributed`.
+    ``dcp.save`` itself warns at each call of a process that is alone.
 
     Args:
         alone: whether this process saves without others.
@@ -73,12 +73,12 @@ def save_tree(
         failure = error
     else:
         return
-    # Out of the handler, so that DCP's rendering of the same errors is not shown with them.
+    # Outside of the handler, or else Python would also show DCP's rendering of the same errors.
     raise error_of(failure, alone=alone, kind=SaveError, doing=doing)
 
 
 class _HonestWriter:
-    """A writer whose errors reach the other ranks as what they are."""
+    """A writer whose errors reach the other ranks with their classes."""
 
     def __init__(self, writer: StorageWriter) -> None:
         self._writer = writer

@@ -33,7 +33,7 @@ class PinnedStager:
     """An ``AsyncStager`` that copies with native threads and the GPU's copy engines, into memory
     that is allocated and registered with CUDA once.
 
-    `DirectWriter` has one by default. Make one yourself to tell it your optimizers, or to use it
+    `DirectWriter` has one by default. Make one yourself to pass your optimizers to it, or to use it
     with another writer::
 
         writer = pyckpt.DirectWriter(path, stager=pyckpt.PinnedStager(optimizers=[optimizer]))
@@ -42,11 +42,11 @@ class PinnedStager:
         stager = pyckpt.PinnedStager(optimizers=[optimizer])
         dcp.async_save(state_dict, storage_writer=other_writer, async_stager=stager)
 
-    What is saved is the state at the call.
+    A checkpoint holds the state at the call.
 
     Parameters and state of the given optimizers may be copied after the call has returned. The next
-    step of any optimizer waits for what is left to copy: on a GPU its stream waits, on a CPU its
-    thread.
+    step of any optimizer waits for the copies that are left: on a GPU its stream waits, on a CPU
+    its thread.
 
     Everything else (buffers, counters, other tensors, objects) is copied at the call. On a GPU the
     current stream waits for these copies, and not the thread; on a CPU the call waits.
@@ -62,10 +62,11 @@ class PinnedStager:
         when_busy: what a save with `DirectWriter` does when earlier saves, still under way, hold
             the memory that it needs. ``"wait"`` waits for them. ``"skip"`` writes nothing, on any
             rank, and logs a warning. ``"error"`` fails with ``StagerBusy``, on all ranks. Other
-            writers take copies only: for them, what finds no room is copied to ordinary memory.
+            writers take copies only: for them, tensors that find no room are copied to ordinary
+            memory.
         shared_memory: whether the copies lie in memory that other processes can map. With
-            ``async_checkpointer_type=PROCESS`` they then cross as a few segments; without, as one
-            descriptor a tensor.
+            ``async_checkpointer_type=PROCESS`` they then go to the other process as a few segments.
+            Otherwise each tensor costs a descriptor and another copy.
         use_async_staging: as in stock's ``StagingOptions``. If true, ``stage`` returns a future,
             and so ``async_save`` returns an ``AsyncSaveResponse``. If false, ``stage`` waits for
             the copies and returns them, and ``async_save`` returns one future. `DirectWriter` does
@@ -106,12 +107,12 @@ class PinnedStager:
 
     should_synchronize_after_execute = False
 
-    def stage(self, state_dict: dict[str, Any]) -> Any:  # as of the setting: a union helps nobody
-        """Copy a state dict. Returns a future, which has the copy, in plain dicts and lists, once
-        it is whole. Without ``use_async_staging`` it waits for the copy and returns that.
+    def stage(self, state_dict: dict[str, Any]) -> Any:  # by the setting; a union helps no caller
+        """Copy a state dict. Returns a future of the copy, in plain dicts and lists, which is done
+        when all of it is copied. Without ``use_async_staging`` it waits, and returns the copy.
 
         Raises:
-            BaseException: what made an earlier save fail. Raised once: see ``take_failure``.
+            BaseException: the error of an earlier save. Raised once: see ``take_failure``.
         """
         self.raise_failure()
         staging, copies = self.begin(state_dict, direct=False)
@@ -131,7 +132,7 @@ class PinnedStager:
         return result if self.use_async_staging else result.result()
 
     def synchronize_staging(self) -> None:
-        """Wait until all copies are there."""
+        """Wait until all copies are made."""
         for staging in self._under_way():
             staging.staged.result()
 
@@ -145,8 +146,8 @@ class PinnedStager:
     # For the program.
 
     def prewarm(self, state_dict: dict[str, Any]) -> None:
-        """Take the memory that saving such a state will need, register it with CUDA, and make the
-        GPUs of the state ready to copy, so that the first save has not to. Copies nothing. May be
+        """Allocate the memory that saving such a state needs, register it with CUDA, and prepare
+        the GPUs of the state, so that the first save does not have to. Copies nothing. May be
         called on a thread of its own, while the first steps run.
 
         Raises:
@@ -160,23 +161,23 @@ class PinnedStager:
         self.engine.native.prewarm(needed, shared=self.shared_memory, devices=sorted(devices))
 
     def wait_staged(self) -> None:
-        """Make what the program does next wait for the copies that still need the state as it is:
-        GPU work on this thread's current streams waits for copies of GPU state, the thread itself
-        for those of CPU state. A program that changes parameters without ``optimizer.step()`` calls
-        this first."""
+        """Make the program's next work wait for the copies that still read the state: GPU work on
+        this thread's current streams waits for copies of GPU state, the thread itself for those of
+        CPU state. A program that changes parameters without ``optimizer.step()`` calls this first.
+        """
         guard.look_for_capture()
         for staging in self._under_way():
             staging.guard()
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """``with stager.guard():`` parameters may be changed in here; `wait_staged`, as a block."""
+        """`wait_staged` as a block: inside ``with stager.guard():`` parameters may be changed."""
         self.wait_staged()
         yield
 
     def take_failure(self) -> BaseException | None:
-        """Return what made an earlier save on this rank fail, so that the next save does not raise
-        it. None where no save failed, or the next one has raised it already."""
+        """Return the error of an earlier save on this rank, and clear it, so that the next save
+        does not raise it. None if no save failed, or a later save has raised the error already."""
         with self._lock:
             failure, self._failure = self._failure, None
         return failure
@@ -189,12 +190,12 @@ class PinnedStager:
     # For DirectWriter, and for the copies of a save.
 
     def begin(self, state_dict: dict[str, Any], *, direct: bool) -> tuple[Staging, dict[str, Any]]:
-        """Begin to copy; return the copies, too, as a state dict.
+        """Begin to copy; also return the copies, as a state dict.
 
         Args:
-            direct: whether the writer reads what found no room from where it is, releases the
-                staging when it has read it all, and looks whether the staging ``has_room``: where
-                it has not, nothing was copied.
+            direct: whether the writer reads tensors that found no room in place, releases the
+                staging when it has read everything, and asks whether the staging ``has_room``. If
+                it has none, nothing was copied.
         """
         with named("stage"), collector_paused():
             recipe, leaves = self._recipe_of(state_dict)
@@ -205,7 +206,7 @@ class PinnedStager:
             return self._begin(recipe, leaves, wanted, direct=direct, busy=busy)
 
     def keep_failure(self, error: BaseException) -> None:
-        """Have the next save raise an error; of several the first."""
+        """Have the next save raise an error; the first, if there are several."""
         with self._lock:
             self._failure = self._failure or error
 
@@ -260,7 +261,7 @@ class PinnedStager:
         return staging, staged
 
     def _copy_rest(self, sources: list[Any], copies: list[Any]) -> list[Any]:
-        """Copies in ordinary memory of tensors that found no room in the engine's."""
+        """Copy tensors that found no room in the engine's memory to ordinary memory."""
         _logger.warning(
             "the state to be staged is larger than max_pinned_bytes, and this writer takes copies "
             "only: the rest is copied to ordinary memory"
@@ -301,7 +302,7 @@ class PinnedStager:
     def _busy(
         self, recipe: CopyRecipe, leaves: list[Any], wanted: bytes | None
     ) -> StagerBusy | None:
-        """Wait, or tell, where saves under way leave no room for this one."""
+        """If saves under way leave no room for this one, wait, or return an error."""
         while True:
             for staging in self._under_way():
                 staging.release_if_left()
@@ -332,13 +333,14 @@ class PinnedStager:
                 self._finisher.submit(task)
                 return
             except RuntimeError:
-                # The interpreter is on its way out, or no thread can be started. The task may be
-                # in the pool's queue all the same, and is not to be run twice.
+                # The interpreter is shutting down, or no thread can be started. The task may be in
+                # the pool's queue nevertheless, and must not run twice.
                 self._finisher = None
         task()
 
     def forget_parent(self) -> None:
-        """In a forked child: copies under way are the parent's, and so is the thread that waits."""
+        """In a forked child: the copies under way, and the thread that waits for them, belong to
+        the parent."""
         for staging in self._in_flight:
             copies = staging()
             if copies is not None:
@@ -375,9 +377,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class _SharedStager(PinnedStager):
-    """What writers share that were given none. It knows of no optimizers, does not keep its engine
-    alive, and keeps no failures, since the next save may have nothing to do with one that failed.
-    """
+    """The stager that writers share if they were given none. It knows of no optimizers and does not
+    keep its engine alive. It keeps no failures, since the next save may be another writer's."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -395,12 +396,12 @@ class _SharedStager(PinnedStager):
 
 
 _shared_lock = fork_safe_lock()
-# By the native half, since engines of equal settings are equal, and not the same.
+# Keyed by the native half, since engines of equal settings are equal, but not the same.
 _shared: weakref.WeakKeyDictionary[_C.Engine, PinnedStager] = weakref.WeakKeyDictionary()
 
 
 def default_stager(engine: Engine | None) -> PinnedStager:
-    """The stager of writers that were not given one; one an engine."""
+    """The stager of writers that were not given one; one for each engine."""
     engine = default_engine() if engine is None else engine
     with _shared_lock:
         stager = _shared.get(engine.native)

@@ -1,4 +1,4 @@
-"""All that a checkpoint holds, in one file."""
+"""``pyckpt.to_torch``: a checkpoint as one file for ``torch.load``."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def to_torch(
 ) -> None:
     """Write all that a checkpoint holds into one file, for ``torch.load``.
 
-    The file takes its name when it is complete and on disk. It holds what ``pyckpt.load(path)``
-    returns: tensors whole, on the CPU. Shards are put together, so all of it must fit into memory.
+    The file holds the result of ``pyckpt.load(path)``, with whole tensors on the CPU, so all of it
+    must fit into memory. The file takes its name when it is complete and on disk.
 
     Args:
         path: the checkpoint's directory.

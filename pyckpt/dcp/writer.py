@@ -40,13 +40,13 @@ __all__ = ["DirectWriter"]
 
 _logger = logging.getLogger("pyckpt")
 
-# Parts that a coordinator has seen. A planner may keep a plan, with the part in it, and hand it in
-# again at a later save: that part says nothing of the later save.
+# Parts that a coordinator has seen. A planner may keep a plan, with the part in it, and return it
+# again at a later save. That part does not describe the later save.
 _seen: WeakSet[Part] = WeakSet()
 
 
 class DirectWriter(StorageWriter):
-    """A ``StorageWriter`` that writes at the speed of the disk what stock ``dcp.load`` reads.
+    """A ``StorageWriter`` that writes, at the speed of the disk, files that stock PyTorch reads.
 
     Use it wherever DCP takes one::
 
@@ -58,24 +58,24 @@ class DirectWriter(StorageWriter):
     committed. Each rank writes one file; all bytes are checksummed.
 
     Args:
-        path: directory of the checkpoint. A save makes it, and directories above it, where they are
-            missing. May be left out if ``checkpoint_id`` is given to ``dcp.save``.
+        path: directory of the checkpoint. A save makes it, and the directories above it, if they
+            are missing. May be left out if ``checkpoint_id`` is given to ``dcp.save``.
         overwrite: whether a save may replace a checkpoint that is in the directory. If not, such a
             save raises ``FileExistsError``.
-        sync_files: whether a save counts as done only when everything is durable (fsync). If not, a
-            power failure may leave a checkpoint that looks complete and is not.
-        direct: whether writes bypass the page cache. ``"auto"``: on file systems that can; on
-            others the log says that they do not. ``"require"``: a save raises ``OSError`` on file
-            systems that cannot. ``"off"``: never.
-        stager: what copies the state for asynchronous saves. By default a stager that knows of no
-            optimizers, so that all is copied before ``async_save`` returns.
+        sync_files: whether a save ends only when everything is durable (fsync). If not, a power
+            failure may leave a checkpoint that looks complete and is not.
+        direct: whether writes bypass the page cache. ``"auto"``: if the file system can; if not,
+            the log says so. ``"require"``: a save raises ``OSError`` if the file system cannot.
+            ``"off"``: never.
+        stager: copies the state for asynchronous saves. The default one knows of no optimizers, so
+            it copies everything before ``async_save`` returns.
         engine: the memory and threads to use; by default the engine that all writers share.
 
     Raises:
         ValueError: ``path`` is a URL, or ``direct`` is none of the three.
 
-    Errors of a save are ``OSError`` with errno and path, wrapped by DCP in ``CheckpointException``.
-    An instance may be reused, for one save at a time.
+    A save raises ``OSError`` with errno and path, or a class of ``pyckpt.errors``, wrapped by DCP
+    in ``CheckpointException``. An instance may be reused, for one save at a time.
     """
 
     def __init__(
@@ -130,19 +130,19 @@ class DirectWriter(StorageWriter):
 
     @property
     def checkpoint_id(self) -> Path | None:
-        """The same, by DCP's name; None until it is known."""
+        """The ``path``, by DCP's name; None until it is known."""
         return self._path
 
     @property
     def save_id(self) -> str:
-        """DCP's name of the save that is under way, or else of the last one. Each rank's file has
-        the rank's own in its name."""
+        """The id of the save that is under way, or else of the last one. Each rank has an id of its
+        own, which is in the name of its file."""
         return self._save_id
 
     @property
     def statistics(self) -> WriteStatistics | None:
-        """Of this rank's part of the save that is under way, or else of the last one; None before
-        the first. May be read from any thread."""
+        """Counts and times of this rank's part of the save that is under way, or else of the last
+        one; None before the first. May be read from any thread."""
         return self._progress.statistics
 
     @classmethod
@@ -154,8 +154,8 @@ class DirectWriter(StorageWriter):
             parent.exists() and os.access(parent, os.W_OK) for parent in Path(checkpoint_id).parents
         )
 
-    # The calls of an asynchronous save before it is one: DCP takes a writer that has these for its
-    # own AsyncStager.
+    # The calls that stage an asynchronous save: DCP uses a writer that has these methods as the
+    # AsyncStager.
 
     _synchronize_after_execute = True
 
@@ -164,18 +164,18 @@ class DirectWriter(StorageWriter):
         return self._synchronize_after_execute
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Begin to copy a state; see `PinnedStager`. Only this writer may use what is returned: its
+        """Begin to copy a state; see `PinnedStager`. Only this writer may use the result: its
         memory fills while DCP plans.
 
         Raises:
             StagerBusy: see ``when_busy`` of `PinnedStager`.
-            BaseException: what made an earlier save fail, once.
+            BaseException: the error of an earlier save, once.
 
-        Ranks must not part ways: where there are several, these errors come from
-        `prepare_local_plan`, so that they travel with DCP's collectives.
+        If there are several ranks, `prepare_local_plan` raises these errors instead, so that DCP's
+        collectives bring them to all ranks.
         """
-        # First of all, so that a rank that fails to begin this save counts it, too. The next save
-        # has the same number on all ranks then.
+        # Counted first, so that a rank that fails to begin this save counts it, too. The next save
+        # then has the same number on all ranks.
         self._number += 1
         self._is_counted = True
         stager = default_stager(self._engine) if self._stager is None else self._stager
@@ -192,22 +192,22 @@ class DirectWriter(StorageWriter):
                 raise
         self._staging = staging
         staging.staged.add_done_callback(partial(_pass_on, self.staged))
-        # Nothing was written by then: the save failed before, or another process made it.
+        # If it is not written by then, the save failed before, or another process made it.
         staging.over.add_done_callback(partial(_cancel, self.written))
         return StagedStateDict(copies, staging)
 
     def synchronize_staging(self) -> None:
-        """Wait for the save if it reads tensors from where they are, for want of room in the
-        engine's memory, and something else than an optimizer's step may change them."""
+        """Wait for the save if it reads tensors in place, because the engine's memory has no room
+        for them, and if something else than an optimizer's step may change them."""
         staging = self._staging
         if staging is not None:
             staging.wait_volatile()
 
     def wait_staged(self) -> None:
-        """Make what the program does next wait until it may change the state; for programs that
-        change parameters without ``optimizer.step()``. See ``PinnedStager.wait_staged``."""
-        staging = self._staging
-        if staging is not None:  # nor is it to go in between, in the thread that saves
+        """Make the program's next work wait until it may change the state. For programs that change
+        parameters without ``optimizer.step()``; see ``PinnedStager.wait_staged``."""
+        staging = self._staging  # the thread that saves may set the attribute to None meanwhile
+        if staging is not None:
             staging.guard()
 
     def close(self) -> None:
@@ -217,8 +217,8 @@ class DirectWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         self._take_over()
-        # A planner sees the tensors before this writer does, and may do anything with them. The
-        # planners that we know leave them alone.
+        # A planner sees the tensors before this writer does, and may read them. The planners that
+        # pyckpt knows do not.
         if self._staging is not None and not planner_is_known(self):
             self._staging.settle()
         # A string: paths pickle under a name that differs between versions of Python.
@@ -230,7 +230,7 @@ class DirectWriter(StorageWriter):
             self._path = _directory(checkpoint_id)
 
     def _take_over(self) -> None:
-        """In the first calls on the thread that saves."""
+        """Called in the first calls of the thread that saves."""
         if self._staging is not None and not self._staging.take_over():
             self._staging = None
 
@@ -293,7 +293,7 @@ class DirectWriter(StorageWriter):
         self._plan = global_plan_of(plans)
         self._skips = not all(part.has_room for part in self._parts.values())
         if self._skips:
-            # Where one rank has no memory for a save, none of them saves.
+            # If one rank has no memory for a save, none of them saves.
             plans = [
                 plan
                 if part is None
@@ -316,8 +316,8 @@ class DirectWriter(StorageWriter):
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         staging = self._staging
         if staging is not None:
-            # Not before: what DCP made for the global plan alone is gone by now, and the collector
-            # begins with a look at all that was made since its pause began.
+            # Not earlier: the collector begins by visiting all objects that were made since its
+            # pause began, and those that DCP made for the global plan alone are freed by now.
             staging.end_planning()
         try:
             if self._is_skipped(plan):
@@ -383,19 +383,19 @@ class DirectWriter(StorageWriter):
         )
 
     def _before_commit(self) -> None:
-        """For classes made from this one. Called on the rank that commits, right before the rename
-        that makes the save count, and while no other commit of this process is under way. What it
-        raises fails the save on all ranks; the checkpoint that was there stays."""
+        """For subclasses. Called on the rank that commits, right before the rename that commits the
+        save, while no other commit of this process is under way. If it raises, the save fails on
+        all ranks, and the checkpoint that was there stays."""
 
     def _before_sweep(self) -> None:
-        """For classes made from this one. Called on the rank that commits, before it removes what
-        earlier saves that failed have left. What it raises fails the save on all ranks."""
+        """For subclasses. Called on the rank that commits, before it removes the files that failed
+        saves left. If it raises, the save fails on all ranks."""
 
-    # For those who make saves without DCP's `async_save`.
+    # For callers that save without DCP's `async_save`.
 
     def close_save(self) -> None:
-        """Let go of what the save held. Call it when the save is over, if the thread that saved
-        goes on. (DCP has a thread for each save: that lets go when it ends.)"""
+        """Release the memory and files of the save. Call it when the save is over, if the thread
+        that saved goes on. (DCP has a thread for each save, and its end releases them.)"""
         if self._data_file is not None:
             self._data_file.let_go()
         staging, self._staging = self._staging, None
@@ -410,7 +410,7 @@ class DirectWriter(StorageWriter):
 
     def _write(self, plan: SavePlan, planner: StockSavePlanner) -> list[WriteResult]:
         if not plan.items:
-            self._check_copies()  # this rank writes none of them, and fails if they have failed
+            self._check_copies()  # this rank writes none of them, but fails if they have failed
             return []
         name = commit.data_file_name(self._rank, self._save_id)
         self._data_file = file = DataFile(self.path / name, shared=not self._alone)
@@ -426,7 +426,7 @@ class DirectWriter(StorageWriter):
                 job.abandon()
         except BaseException:
             file.let_go()
-            # The job removes its file, unless it was through with it. The first error counts.
+            # The job has removed its file, unless it had finished. The first error is raised.
             with suppress(OSError):
                 file.path.unlink()
             raise
@@ -453,12 +453,12 @@ class DirectWriter(StorageWriter):
         return job
 
     def _check_copies(self) -> None:
-        """Raise where the copies turned out not to be the state at the call."""
+        """Raise if the copies are not the state at the call."""
         if self._staging is not None:
             self._staging.check()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A writer crosses to DCP's background process as its settings.
+        # DCP's background process gets the writer's settings alone.
         futures = {"staged": None, "written": None}
         return {
             **self.__dict__,

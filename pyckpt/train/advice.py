@@ -1,4 +1,4 @@
-"""How often to save: what it costs against what a failure costs.
+"""How often to save, by the cost of a save and the cost of a failure.
 
 J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17 (1974);
 J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22
@@ -14,10 +14,10 @@ __all__ = ["Advice", "advise", "daly_interval"]
 
 
 def daly_interval(cost: float, mtbf: float) -> float:
-    """The time between saves that loses least, by Daly's higher-order estimate.
+    """The time between saves that loses the least time, in seconds; Daly's higher-order estimate.
 
     Args:
-        cost: what one save costs the training, in seconds.
+        cost: time that one save costs the training, in seconds.
         mtbf: the mean time between failures of the whole job, in seconds.
     """
     if cost >= 2 * mtbf:
@@ -28,20 +28,20 @@ def daly_interval(cost: float, mtbf: float) -> float:
 
 @dataclass(frozen=True)
 class Advice:
-    """How often to save. ``str(advice)`` says it in a line."""
+    """How often to save. ``str(advice)`` is a summary in one line."""
 
     mtbf_hours: float
-    """The mean time between failures of the whole job that this is for."""
+    """The mean time between failures of the whole job."""
     interval_seconds: float
     """Time from save to save."""
     interval_steps: int
-    """The same in steps."""
+    """Steps from save to save."""
     overhead: float
-    """The share of time that is lost to saving, and to doing again what failures undid."""
+    """The share of time, from 0 to 1, that saves and the repetition of undone steps cost."""
     save_seconds: float
-    """What a save costs the training: the time that it blocks, and that it slows the steps by."""
+    """The cost of a save to the training: the time that it blocks, and by which it slows steps."""
     limited: bool
-    """Whether saving more often would lose less, and a save takes too long to commit for that."""
+    """Whether a shorter interval would lose less time, but saves take too long to commit."""
 
     def __str__(self) -> str:
         bound = ", which is as often as saves get done" if self.limited else ""
@@ -59,15 +59,15 @@ def advise(
     step_seconds: float,
     restart_seconds: float = 0.0,
 ) -> Advice:
-    """The interval that loses least.
+    """Return the interval that loses the least time.
 
     Args:
         mtbf_hours: the mean time between failures of the whole job.
-        save_seconds: what one save costs the training.
-        commit_seconds: from the call to the commit. What is done meanwhile is lost with a failure
-            as well, and the next save cannot begin.
+        save_seconds: time that one save costs the training.
+        commit_seconds: from the call to the commit. A failure before the commit also undoes the
+            steps since the call, and the next save cannot begin before the commit.
         step_seconds: time of one step without a save.
-        restart_seconds: from a failure to training again.
+        restart_seconds: from a failure until training goes on.
 
     Raises:
         ValueError: ``mtbf_hours`` or ``step_seconds`` is not positive.
@@ -80,7 +80,8 @@ def advise(
     best = daly_interval(save_seconds, mtbf)
     steps = max(1, round(best / step_seconds), math.ceil(commit_seconds / step_seconds))
     interval = steps * step_seconds
-    # A failure undoes half an interval on average, and what the save in flight had not committed.
+    # A failure undoes half an interval on average, and the steps since the call of a save that is
+    # not committed yet.
     undone = interval / 2 + commit_seconds + restart_seconds
     return Advice(
         mtbf_hours=mtbf_hours,

@@ -40,7 +40,7 @@ _logger = logging.getLogger("pyckpt")
 
 
 class Checkpointer(Finder):
-    """Saves a training run as it goes, keeps what is to be kept, and resumes it. ::
+    """Saves a training run as it goes, removes old checkpoints, and resumes the run. ::
 
         with pyckpt.Checkpointer("runs/a", keep_last=3, every_steps=100,
                                  on_signals=("SIGTERM",)) as checkpointer:
@@ -54,39 +54,38 @@ class Checkpointer(Finder):
 
     Each checkpoint is a directory ``step-00000100`` that stock ``dcp.load`` reads.
 
-    Where `torch.distributed` is initialised, every rank makes a Checkpointer. All ranks make the
+    If `torch.distributed` is initialised, every rank makes a Checkpointer. All ranks make the
     same calls of ``restore``, ``step``, ``save``, ``wait`` and ``close``, in the same order and
     with the same steps. Each rank may call the other methods for itself.
 
     Args:
-        directory: where the checkpoints are, or will be; ``~`` is expanded. It is the same on all
-            ranks, on a file system that they share. Only the job that was last to begin to save may
-            save there: from then on, saves of an earlier job fail with ``errors.Superseded``. Jobs
-            that restore, inspect or export do not disturb it.
+        directory: of the checkpoints; ``~`` is expanded. It is the same on all ranks, on a file
+            system that they share. Once another job begins to save there, saves of this job fail
+            with ``errors.Superseded``. Jobs that restore, inspect or export do not disturb it.
         keep_last: how many of the newest checkpoints to keep, besides those saved with
             ``final=True``. None keeps all, whatever the next two say. 0 keeps the newest, to resume
             from, until a final one is committed.
-        keep_every: with ``keep_last``, keep also those whose step is a multiple of this.
-        keep_best: ``(metric, n, mode)``: with ``keep_last``, keep also the n with the smallest
+        keep_every: with ``keep_last``, also keep those whose step is a multiple of this.
+        keep_best: ``(metric, n, mode)``: with ``keep_last``, also keep the n with the smallest
             (mode "min") or largest ("max") value of a metric that was passed when they were saved.
         every_steps: ``step`` saves if the step is a multiple of this.
         every_minutes: ``step`` saves if the last save began so many minutes ago, by the clock of
             rank 0.
         save_when: called with each step; ``step`` saves if it returns true. Each rank calls its
-            own, so it must depend on the step alone. For all else there is ``request_save``.
+            own, so it must depend on the step alone. Use ``request_save`` for other conditions.
         on_signals: a signal, or several, such as "SIGTERM", that ask for a save and a stop; see
             ``stop_requested``. Only the main thread can handle signals.
         when_busy: what ``step`` does if a save is due and the one before it is not committed yet.
-            "skip" leaves the new one out, and the log says so: training never waits for the disk.
-            "wait" waits. If the last save that was due was left out, ``close`` saves what the last
-            ``step`` was given.
+            "skip" leaves the new one out and logs that, so training never waits for the disk.
+            "wait" waits. If the last save that was due was left out, ``close`` saves the state of
+            the last ``step``.
         process_group: the ranks that train together, default all, with any backend. The ranks talk
             over gloo groups that are made here.
         timeout: how long a rank may keep the others waiting, in a save or a restore, in seconds or
-            as a timedelta; by default half an hour, as torch has it for gloo groups. After that the
-            others raise ``RanksLost``, which names the rank, and this Checkpointer saves and
-            restores no more. The last checkpoint is still there. Ranks wait for the one that writes
-            last, so allow for slow disks.
+            as a timedelta; by default half an hour, as for torch's gloo groups. After that the
+            others raise ``RanksLost``, which names the rank, and this Checkpointer no longer saves
+            or restores. The last checkpoint stays. Ranks wait for the one that writes last, so
+            allow for slow disks.
         overwrite: whether saving a step replaces a checkpoint of that step, which can be loaded
             until the new one is committed. If this is False, such a save fails with
             ``FileExistsError`` on all ranks, and the checkpoint stays. Training that goes on from
@@ -179,7 +178,7 @@ class Checkpointer(Finder):
     def step(
         self, step: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None
     ) -> SaveHandle | None:
-        """Tell that a step of training is over, and save if a save is due. Call it after each step.
+        """Save if a save is due. Call it after each step of training.
 
         A save is due by ``every_steps``, ``every_minutes`` and ``save_when``, by ``request_save``,
         and by a signal. The call waits for the disk only with ``when_busy="wait"``, and when
@@ -195,9 +194,9 @@ class Checkpointer(Finder):
             The save, or None if none was due.
 
         Raises:
-            OSError, PyckptError: an earlier save failed. The last checkpoint that was committed
-                is still there, and training may go on. This call did not save what was due at this
-                step. To save it, all ranks repeat the call.
+            OSError, PyckptError: an earlier save failed. The last committed checkpoint stays, and
+                training may go on. This call has not made the save that was due at this step. To
+                make it, all ranks repeat the call.
             TypeError: an argument is of the wrong type. Nothing was done, as for ``ValueError``.
             ValueError: the step is not larger.
         """
@@ -217,14 +216,14 @@ class Checkpointer(Finder):
 
         Args:
             step: 0 or more.
-            state: objects by name: modules, optimizers, whatever has ``state_dict`` and
+            state: objects by name: modules, optimizers, objects with ``state_dict`` and
                 ``load_state_dict``, tensors and plain values.
-            metrics: numbers to remember with the checkpoint, for ``keep_best`` and
-                ``checkpoints``. Those of rank 0 count. A GPU tensor makes the call wait for it.
+            metrics: numbers to save with the checkpoint, for ``keep_best`` and ``checkpoints``.
+                Those of rank 0 are saved. A GPU tensor makes the call wait for the GPU.
             final: whether to keep the checkpoint for good. It is never pruned, and the call returns
                 when it is committed.
-            overwrite: whether a checkpoint of that step is replaced; by default what the
-                Checkpointer was given.
+            overwrite: whether a checkpoint of that step is replaced; by default as the
+                Checkpointer was told.
 
         Raises:
             OSError, PyckptError: an earlier save failed, or this one, if it is final.
@@ -242,8 +241,8 @@ class Checkpointer(Finder):
         It does not end the Checkpointer: training may go on, and save again.
 
         Raises:
-            OSError, PyckptError: a save failed, and that was not raised before. The last checkpoint
-                that was committed is still there.
+            OSError, PyckptError: a save failed, and its error was not raised before. The last
+                committed checkpoint stays.
         """
         self._saver.wait()
         self._stopwatch.pause()
@@ -258,25 +257,25 @@ class Checkpointer(Finder):
         self._requests.ask_stop()
 
     def wait_staged(self) -> None:
-        """Make what the program does next wait until the state of the last save was copied.
+        """Make the program's next work wait until the state of the last save is copied.
 
-        Steps of optimizers do so by themselves. Call this before the program changes parameters by
+        Steps of optimizers wait by themselves. Call this before the program changes parameters by
         other means, such as replaying a CUDA graph.
         """
         self._saver.wait_staged()
 
     @property
     def stop_requested(self) -> bool:
-        """Whether training is asked to stop, and the state was saved for it. Changes in ``step``
-        only, in the same step on all ranks."""
+        """Whether training is asked to stop, and its state was saved. It only changes in ``step``,
+        at the same step on all ranks."""
         return self._schedule.stop_requested
 
     def _facts(self) -> Facts:
-        """What this rank knows; called by the thread that talks to the others."""
+        """The counts of this rank; called by the thread that talks to the other ranks."""
         return self._requests.facts(*self._saver.counts())
 
     def _lost(self, error: BaseException) -> None:
-        """Called by the thread that talks to the others, when it cannot any more."""
+        """Called by the thread that talks to the other ranks, when it cannot reach them."""
         self._ranks.lose(error, "agreeing on what to save")
 
     def _commit(self, handle: SaveHandle) -> None:
@@ -304,30 +303,30 @@ class Checkpointer(Finder):
         """Load the newest checkpoint that is valid for all ranks into ``state``, in place.
 
         If it turns out to be corrupt on any rank, all ranks log an error and load the next older
-        one instead. ``load_report`` says what was loaded.
+        one instead. ``load_report`` lists what was loaded.
 
         Training may go on with the step after it. Newer checkpoints stay, and the log names them.
         Each is replaced when its step is saved again. Until then this Checkpointer neither counts
         nor removes them when it prunes. ``latest``, ``restore`` without ``step``, and the next
-        Checkpointer still find them, so move away those that you do not want any more.
+        Checkpointer still find them, so move away those that you no longer want.
 
         Args:
             state: as for ``save``.
             step: load the checkpoint of this step, and no other.
-            required: whether to raise if there is no checkpoint. Otherwise the log says what is
-                there instead.
+            required: whether to raise if there is no checkpoint. Otherwise the log says what the
+                directory holds instead.
             missing: what to do about objects, parameters, metrics, and keys of plain dicts that
                 the checkpoint does not have: raise a `LoadError`, or "keep" them as they are.
             keep: names of objects, and of values in plain dicts ("config.total_epochs"), that stay
-                as they are in the state. For everything else, what was saved wins.
-                ``load_report.differing`` and the log at level INFO say which plain values differed.
+                as they are in the state. Saved values replace all others. ``load_report.differing``
+                and the log at level INFO list the plain values that differed.
             unexpected: what to do about parameters, optimizer state and metrics that the
-                checkpoint has and the objects have not: raise a `LoadError`, or "ignore" them.
+                checkpoint has and the objects lack: raise a `LoadError`, or "ignore" them.
             mismatched: what to do about parameters and buffers that have another shape in the
-                checkpoint: raise a `LoadError`, or "keep" them, and what optimizers have of them.
+                checkpoint: raise a `LoadError`, or "keep" them and their optimizer state.
             rename: called with each key of the checkpoint (``"model.head.weight"``), returns the
                 key that it has in the state, which may be the same. A new name of a module's
-                parameter applies to its optimizer state, too.
+                parameter also applies to its optimizer state.
             allow: classes and functions that objects in the checkpoint may use, as for
                 `pyckpt.load`.
 
@@ -337,17 +336,17 @@ class Checkpointer(Finder):
         Raises:
             FileNotFoundError: there is no valid checkpoint of ``step``; or there is none at all,
                 and one is ``required``.
-            ValueError: an argument is out of range, or ``keep`` has a name that the state has not.
+            ValueError: an argument is out of range, or ``keep`` has a name that the state lacks.
             TypeError: an object in ``state`` could not be saved. This is raised even if there is no
                 checkpoint.
             LoadError: the checkpoint does not fit the state. Or some ranks see checkpoints and
-                others see none, so that it is not the same directory on all of them.
+                others see none, because they look at different directories.
             CorruptCheckpoint: there are checkpoints, and none can be read. ``state`` may have been
                 changed.
-            OSError: some rank cannot list the directory, or cannot read what may be the newest
-                checkpoint for a reason that is no damage: permissions, a server that does not
-                answer, a lack of memory or descriptors. Errors that may pass (EINTR, EAGAIN,
-                ESTALE, ETIMEDOUT, EIO) were retried for a second or two. Raised on all ranks.
+            OSError: some rank cannot list the directory, or cannot read a checkpoint that may be
+                the newest, for another reason than damage: permissions, a server that does not
+                answer, a lack of memory or descriptors. Transient errors (EINTR, EAGAIN, ESTALE,
+                ETIMEDOUT, EIO) were retried for a second or two. Raised on all ranks.
         """
         self._check_open()
         state = state_of(state)
@@ -367,7 +366,7 @@ class Checkpointer(Finder):
 
     @property
     def load_report(self) -> LoadReport | None:
-        """What the last ``restore`` did, on this rank."""
+        """The report of the last ``restore`` on this rank; None before the first."""
         return self._restorer.report
 
     # --- keeping ----------------------------------------------------------------------------------
@@ -375,16 +374,16 @@ class Checkpointer(Finder):
     def protect(self, step: int) -> Protection:
         """Keep the checkpoint of a step from being pruned.
 
-        It is kept until ``release`` of the `Protection` is called, or until the end of the ``with``
+        It is kept until ``release`` of the `Protection` is called, until the end of the ``with``
         block that uses it, or until this Checkpointer ends. Call it on rank 0, which prunes. If the
-        checkpoint is there after the call, nothing of it has been removed.
+        checkpoint is there after the call, it is complete.
         """
         return Protection(self._pruner.protected, step_of(step))
 
     @property
     def statistics(self) -> CheckpointerStatistics:
-        """What saving costs this rank, as measured so far; printed, it ends with the advice for a
-        failure a day."""
+        """The cost of saving on this rank, as measured so far. Its text ends with the advice for
+        one failure a day."""
         return self._stopwatch.statistics(
             saves=self._saver.started,
             failed=self._saver.failures,
@@ -394,7 +393,7 @@ class Checkpointer(Finder):
         )
 
     def advice(self, mtbf_hours: float) -> Advice | None:
-        """How often to save so that least time is lost, from what was measured on this rank.
+        """How often to save so that the least time is lost, from times measured on this rank.
 
         Args:
             mtbf_hours: the mean time between failures of the whole job: that of one node divided
@@ -411,8 +410,8 @@ class Checkpointer(Finder):
     # --- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for the save that is under way and for the other ranks, and put the previous
-        handlers of signals back. Idempotent.
+        """Wait for the save that is under way and for the other ranks, and restore the previous
+        signal handlers. Idempotent.
 
         If the last save that was due was left out because another one was under way, and nothing
         was saved since, this saves the state that the last ``step`` was given, as it is now, under
@@ -420,7 +419,7 @@ class Checkpointer(Finder):
         middle of a step.
 
         Raises:
-            OSError, PyckptError: a save failed, and that was not raised before.
+            OSError, PyckptError: a save failed, and its error was not raised before.
         """
         if not self._closed:
             self._schedule.save_owed()
@@ -455,8 +454,8 @@ class Checkpointer(Finder):
         if error is None:
             self.close()
         elif not self._closed:
-            # The other ranks may be well, and not on their way here. The save under way is for all
-            # of them to finish, and is what there will be to resume from.
+            # The other ranks may still train, and not come here, so do not wait for them. All ranks
+            # must finish the save under way, because the next job will resume from it.
             self._close(wait=False)
             if (failure := self._saver.untold()) is not None:
                 _logger.error("besides, a save failed: %s", failure)

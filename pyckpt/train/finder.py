@@ -49,10 +49,10 @@ class Finder:
         return [entry.checkpoint for entry in entries if entry.checkpoint is not None]
 
     def inspect(self, *, verify: bool = False) -> list[DirectoryEntry]:
-        """Everything in the directory: what each entry is, and why it is not valid if it is not.
+        """Everything in the directory: the kind of each entry, and the reason if it is not valid.
 
         Args:
-            verify: read all checkpoints, and call those damaged whose checksums do not match.
+            verify: also read all checkpoints. Those whose checksums do not match are damaged.
         """
         return self._catalog.entries(verify=verify)
 
@@ -60,7 +60,7 @@ class Finder:
         """The newest valid checkpoint that this rank sees; None if there is none.
 
         Raises:
-            OSError: this rank cannot look at the directory, or at what may be the newest.
+            OSError: this rank cannot read the directory, or a checkpoint that may be the newest.
         """
         return self._catalog.newest()
 
@@ -79,16 +79,16 @@ class Finder:
     ) -> list[Path]:
         """Write the model of a checkpoint, in one piece, as files that other programs read.
 
-        This is `pyckpt.export`, which says what the other arguments are, for a checkpoint given by
-        its step. It uses the ``engine`` of this Checkpointer, and reads as its ``direct`` says.
+        This is `pyckpt.export`, which documents the other arguments, for a checkpoint given by its
+        step. It uses the ``engine`` and the ``direct`` of this Checkpointer.
 
         Args:
-            path: a directory, which is made where it is missing.
+            path: a directory, which is made if it is missing.
             step: the checkpoint; by default the newest valid one.
 
         Returns:
-            The files written. The last of them makes the others count: the index, or the only file
-            of weights.
+            The files written. The last one completes the export: the index, or the only file of
+            weights.
 
         Raises:
             FileNotFoundError: there is no checkpoint of that step, or none at all.

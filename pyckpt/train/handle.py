@@ -1,4 +1,4 @@
-"""One save, from the call to its commit."""
+"""`SaveHandle`: one save, from the call to its commit."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ __all__ = ["ReportingWriter", "SaveHandle", "SaveStatistics"]
 
 @dataclass(frozen=True)
 class SaveStatistics:
-    """What a save took on this rank so far. Times are in seconds since the call; NaN for what has
-    not been reached."""
+    """Times of a save on this rank so far, in seconds since the call. NaN for phases that have not
+    been reached."""
 
     step: int
     blocked_seconds: float
-    """How long the call took, during which training stood still."""
+    """How long the call took. Training waits for it."""
     staged_seconds: float
     written_seconds: float
     committed_seconds: float
     write: WriteStatistics | None
-    """What was written, and how fast; None before writing began."""
+    """Bytes and times of writing; None before it began."""
 
     def __str__(self) -> str:
         return (
@@ -52,16 +52,16 @@ class SaveStatistics:
 class SaveHandle:
     """A save that is under way, or over. Made by ``Checkpointer.save`` and ``Checkpointer.step``.
 
-    The three futures resolve in their order, from background threads. A save that fails fails all
-    that have not resolved yet, with the same error: ``OSError``, or a class of ``pyckpt.errors``.
+    Background threads resolve the three futures in their order. If the save fails, all that are not
+    resolved yet get the same error: ``OSError``, or a class of ``pyckpt.errors``.
 
     Attributes:
         step: the step that is saved.
         path: directory of the checkpoint.
-        staged: the state has been copied; what it was saved from may change.
-        written: this rank's data is on disk, with ``WriteStatistics`` (None where another rank had
-            all there was to write). It does not count yet.
-        committed: the checkpoint is whole and durable, on all ranks; with its directory.
+        staged: the state has been copied, and may change.
+        written: this rank's data is on disk. The result is its ``WriteStatistics``, or None if this
+            rank had nothing to write. The checkpoint is not valid yet.
+        committed: the checkpoint is whole and durable, on all ranks. The result is its directory.
     """
 
     def __init__(self, step: int, path: Path) -> None:
@@ -84,14 +84,14 @@ class SaveHandle:
 
     @property
     def progress(self) -> float:
-        """How much of this rank's data has been written, from 0 to 1; 1 when it is committed."""
+        """The share of this rank's data that has been written, from 0 to 1; 1 once committed."""
         if self.committed.done() and self.committed.exception() is None:
             return 1.0
         return self._rank.fraction
 
     @property
     def statistics(self) -> SaveStatistics:
-        """What it took so far. May be read from any thread."""
+        """Times and bytes so far. May be read from any thread."""
         return SaveStatistics(
             step=self.step,
             blocked_seconds=self._blocked,
@@ -102,12 +102,12 @@ class SaveHandle:
         )
 
     def wait(self, timeout: float | None = None) -> Path:
-        """Wait until it is committed, ``timeout`` seconds at most; return its directory.
+        """Wait until the save is committed, ``timeout`` seconds at most; return its directory.
 
         Raises:
             TimeoutError: it is not committed yet.
-            OSError, PyckptError: it failed. The Checkpointer's next call raises this as well: only
-                there all ranks come by.
+            OSError, PyckptError: the save failed. The Checkpointer's next call also raises this,
+                because all ranks make that call.
         """
         try:
             return self.committed.result(timeout)
@@ -119,15 +119,15 @@ class SaveHandle:
                 raise TimeoutError(f"step {self.step} is not committed yet") from error
             raise
 
-    # --- for those who save ---
+    # --- for the Saver ---
 
     @property
     def seconds(self) -> float:
-        """Since the call."""
+        """Seconds since the call."""
         return time.perf_counter() - self._start
 
     def follow(self, progress: WriteProgress) -> None:
-        """Tell of this progress, of the rank's writer, from now on."""
+        """Report the progress of the rank's writer from now on."""
         self._rank = progress
 
     def called(self) -> None:
@@ -142,24 +142,24 @@ class SaveHandle:
             future.set_result(value)
 
     def fail(self, error: BaseException) -> None:
-        """Fail what has not been reached."""
+        """Fail the futures that are not resolved yet."""
         for future in (self.staged, self.written, self.committed):
             if not future.done():
                 future.set_exception(error)
 
 
 class ReportingWriter(DirectWriter):
-    """A DirectWriter that says when its data is on disk, and whose errors reach the other ranks.
+    """A DirectWriter that reports when its data is on disk, and whose errors reach other ranks.
 
     Args:
         path: directory of the checkpoint.
         number: which save this is, the same on all ranks.
-        fence: who may commit there.
+        fence: says which job may commit there.
         on_written: called when this rank's data is on disk.
         on_sweep: called by the rank that commits, before any rank writes.
         arrive: called when this rank has written, or failed to.
-        failure: makes the save fail, on all ranks. Where a rank cannot even begin, the others have
-            begun, and wait for it in a collective.
+        failure: the error with which the save fails, on all ranks. A rank that cannot begin a save
+            gives it, because the other ranks have begun and wait for it in a collective.
         options: as for DirectWriter.
     """
 
@@ -188,7 +188,7 @@ class ReportingWriter(DirectWriter):
 
     @property
     def progress(self) -> WriteProgress:
-        """How far this rank is."""
+        """The progress of this rank."""
         return self._progress
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -197,7 +197,7 @@ class ReportingWriter(DirectWriter):
                 raise self._failure
             if self._is_coordinator:
                 with self._fence.held():
-                    pass  # before anything is made there
+                    pass  # raises before anything is made in the directory
             with self._fenced:
                 return super().prepare_local_plan(plan)
 
@@ -222,7 +222,7 @@ class ReportingWriter(DirectWriter):
                 with self._fenced:
                     super().finish(metadata, results)
             except (OSError, SaveError):
-                # Files that another job has removed are its doing, and not the disk's.
+                # If another job removed the files, the fence raises `Superseded` instead.
                 with self._fence.held():
                     raise
 
@@ -231,5 +231,6 @@ class ReportingWriter(DirectWriter):
         self._on_sweep()
 
     def _before_commit(self) -> None:
-        # Until `finish` ends: what is swept out after the commit may be another job's otherwise.
+        # Held until `finish` ends, or else the sweep after the commit might remove the files of
+        # another job.
         self._fenced.enter_context(self._fence.held())

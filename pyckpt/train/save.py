@@ -51,9 +51,9 @@ def save(
         state: objects by name. An object with ``state_dict`` and ``load_state_dict`` methods is
             asked for its state. All else is saved as it is: tensors, numbers, strings, None, numpy
             arrays, and dicts, lists, tuples and sets of these.
-        path: the checkpoint's directory. It is made where it is missing, as are those above it.
-        overwrite: whether a checkpoint in the directory is replaced. If it is, the checkpoint of
-            before can be loaded until the new one is complete.
+        path: the checkpoint's directory. It is made if it is missing, as are those above it.
+        overwrite: whether a checkpoint in the directory is replaced. The old one can be loaded
+            until the new one is complete.
         sync_files: wait until all bytes are durable (fsync). If this is False, a power failure may
             leave a checkpoint that looks complete and is not.
         planner: a `SavePlanner` that was used for the same state before. It remembers the plan,
@@ -64,13 +64,13 @@ def save(
         engine: the memory and threads to use; by default those that everyone shares.
 
     Returns:
-        What this rank wrote. A rank that had nothing to write returns zeros.
+        Counts and times of this rank. A rank that had nothing to write returns zeros.
 
     Raises:
         FileExistsError: there is a checkpoint in the directory, and ``overwrite`` is False. It
             stays as it was.
         OSError: a file cannot be written. No checkpoint was replaced.
-        TypeError: ``state`` is no dict, or has a value that `pyckpt.load` could not make again.
+        TypeError: ``state`` is no dict, or has a value that `pyckpt.load` could not load.
         ValueError: an argument is out of range, or ``path`` is a URL.
         SaveError: the ranks failed in different ways, or by an error that is none of these. The
             errors of the ranks are chained.
@@ -102,7 +102,7 @@ def save(
 
 
 def _state_of(value: Any) -> Any:
-    # The protocol's own check is slow, and tensors are what there are many of.
+    # The protocol's own check is slow, and most values are tensors.
     if isinstance(value, torch.Tensor) or not isinstance(value, Stateful):
         return value
     return value.state_dict()

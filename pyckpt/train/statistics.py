@@ -1,4 +1,4 @@
-"""What saving costs a training run."""
+"""The cost of saving to a training run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _DAY_HOURS = 24.0
 
 @dataclass(frozen=True)
 class CheckpointerStatistics:
-    """What a Checkpointer did so far on this rank. Seconds are medians, if there were several."""
+    """Counts and times of a Checkpointer on this rank so far. Times in seconds are medians, unless
+    stated otherwise."""
 
     saves: int = 0
     """Saves that were started."""
@@ -27,15 +28,15 @@ class CheckpointerStatistics:
     pruned: int = 0
     """Checkpoints that were removed (counted on rank 0)."""
     blocked_seconds: float = 0.0
-    """How long a save keeps its caller."""
+    """How long a call that starts a save takes."""
     slowed_seconds: float = 0.0
-    """By how much a save slows the steps that run beside it, all of them together."""
+    """By how much a save slows the steps that run beside it: a mean, summed over these steps."""
     commit_seconds: float = 0.0
     """From the call to the commit."""
     step_seconds: float = 0.0
     """From one call of ``step`` to the next, while nothing is saved."""
     restore_seconds: float = 0.0
-    """Of the last ``restore``."""
+    """Duration of the last ``restore``."""
 
     def advice(self, mtbf_hours: float) -> Advice | None:
         """How often to save. None before a save and a step were measured.
@@ -70,7 +71,7 @@ class CheckpointerStatistics:
 
 
 class Stopwatch:
-    """Tells the steps that run beside a save from those that run alone. For one thread, but for
+    """Measures steps that run beside a save, and steps that run alone. For one thread, except
     ``committed``."""
 
     def __init__(self) -> None:
@@ -84,7 +85,7 @@ class Stopwatch:
         self._commits: deque[float] = deque(maxlen=_SAMPLES)
 
     def enter(self, saving: bool) -> None:
-        """The training loop calls: a step is over."""
+        """A call of the training loop begins: a step is over."""
         if self._left is not None:
             seconds = time.perf_counter() - self._left
             if saving or self._was_saving:
@@ -94,7 +95,7 @@ class Stopwatch:
                 self._alone.append(seconds)
 
     def leave(self, saving: bool, blocked: float | None) -> None:
-        """The call returns; ``blocked`` is what a save took of it, if it started one."""
+        """The call returns. ``blocked`` is its time for starting a save; None if it did not."""
         if blocked is not None:
             self._blocked.append(blocked)
             self._beside_saves += 1
@@ -102,7 +103,7 @@ class Stopwatch:
         self._left = time.perf_counter()
 
     def pause(self) -> None:
-        """What comes now is no step."""
+        """Do not count the time until the next call as a step."""
         self._left = None
 
     def committed(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Ready ways to bring what each rank had of its own to another number of ranks, for ``PerRank``::
+"""Merge functions for ``PerRank``: they bring the states of ranks to another number of ranks. ::
 
 state = {"data": pyckpt.PerRank(loader, merge=pyckpt.merges.first)}
 """
@@ -16,17 +16,17 @@ __all__ = ["first", "share"]
 
 
 def first(states: list[Any], rank: int, world_size: int) -> Any:
-    """All ranks go on from what the first had: for loaders, samplers and counters that all ranks
-    step alike, and whose state does not count what a single rank has seen of its own share."""
+    """Give all ranks the state of rank 0. For loaders, samplers and counters that are the same on
+    all ranks, and whose state does not count the entries of a single rank's share."""
     return states[0]
 
 
 def share(states: list[Any], rank: int, world_size: int) -> Any:
-    """Join what all ranks had, in their order, and share it out in equal parts. If that does not
-    come out even, the first ranks have one more.
+    """Join the states of all ranks in the order of ranks, and divide the result into equal parts.
+    If there is a remainder, the first ranks get one entry more.
 
-    For lists, and for tensors along their first dimension, alone or in dicts: buffers of samples,
-    say.
+    For lists, and for tensors along their first dimension, alone or in dicts; for example buffers
+    of samples.
 
     Raises:
         LoadError: the states are of different kinds, or neither lists nor tensors.

@@ -1,9 +1,10 @@
-"""MetricState: what torchmetrics have accumulated, on each rank.
+"""MetricState: the accumulated states of torchmetrics, on each rank.
 
-torchmetrics keeps states out of ``state_dict``, and update counts too. DCP takes the local states
-of all ranks for one. And a synchronised state that every rank loads counts as often as there are
-ranks. Here each rank has its own, without any communication, and each state's own reduction tells
-how to bring it to another number of ranks, such that ``compute()`` gives what it would have given.
+torchmetrics keeps states and update counts out of ``state_dict``. If all ranks saved their states
+under the same keys, DCP would save one rank's only. And if every rank loaded one synchronised
+state, a sum would count once for each rank. Here each rank saves its own, without communication.
+Each state's reduction says how to bring it to another number of ranks, so that ``compute()`` gives
+the same result as before.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ class MetricState(RankState):
     Each rank saves what it has accumulated, with ``update_count``, and gets it back. Nothing is
     synchronised. On another number of ranks, a state is merged or split by its reduction:
 
-    - ``sum``, ``cat``: fewer ranks add up, or join, the states of neighbours. A rank that is new
-      has nothing.
-    - ``max``, ``min``: fewer ranks take those of neighbours. A rank that is new has that of all.
+    - ``sum``, ``cat``: fewer ranks add up, or join, the states of neighbours. A new rank has
+      nothing.
+    - ``max``, ``min``: fewer ranks take the extremes of neighbours. A new rank has that of all.
     - ``mean``: every rank has the mean of all, weighted by their update counts, and an equal share
       of the updates.
-    - none, or a function: nobody can tell what to do. It is refused, unless there were no updates.
+    - none, or a function: there is no general way. It is refused, unless there were no updates.
 
     Args:
         metrics: a metric, a ``MetricCollection``, any module that contains metrics, or a dict or
@@ -58,7 +59,7 @@ class MetricState(RankState):
             ``min`` and ``mean``. A state without a reduction is refused when it is saved. In a
             single process nothing is synchronised.
 
-    A checkpoint is loaded in the way in which it was saved, whatever ``consolidate`` says.
+    A checkpoint is loaded in the form in which it was saved, whatever ``consolidate`` is.
 
     Raises:
         ModuleNotFoundError: torchmetrics is not installed.

@@ -36,11 +36,11 @@ __all__ = [
 
 _logger = logging.getLogger("pyckpt")
 
-# Of which the log has told what they leave out.
+# Those whose left-out names were logged.
 _told: weakref.WeakSet[Trainable] = weakref.WeakSet()
 
-# What FSDP1, activation checkpointing, torch.compile and Fabric put into names. DDP's "module" may
-# be anyone's name for a submodule, and needs a look at the module.
+# The parts that FSDP1, activation checkpointing, torch.compile and Fabric add to names. DDP adds
+# "module", which may also be a submodule's own name, so `Names` looks at the modules themselves.
 _WRAPPERS = (
     "_fsdp_wrapped_module.",
     "_checkpoint_wrapped_module.",
@@ -50,7 +50,7 @@ _WRAPPERS = (
 
 
 def without_wrappers(name: str) -> str:
-    """A name without what wrappers put into it, as far as they can be told by it alone."""
+    """Return a name without the parts that wrappers add, if the name alone shows them."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -84,8 +84,8 @@ def is_fsdp1(module: nn.Module) -> bool:
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:
-    """Have FSDP2 put the parameters into modules that optimizers know. A forward may leave others
-    there, whole, until the backward, which an evaluation never comes to."""
+    """Have FSDP2 put its sharded parameters back into modules, which are those that optimizers
+    know. A forward leaves whole ones there until the backward, which an evaluation never runs."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return
@@ -97,7 +97,7 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's remarks on FSDP1, which is deprecated, and on what it uses itself."""
+    """Suppress torch's warnings about FSDP1, which is deprecated, and about its own internals."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
         warnings.filterwarnings("ignore", message="FSDP.set_state_dict_type")
@@ -109,7 +109,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def sharded(module: nn.Module) -> Iterator[None]:
-    """Let FSDP1 give and take each rank's shards; nothing for other modules."""
+    """Have FSDP1 return and load each rank's shards. Other modules are not changed."""
     if not is_fsdp1(module):
         yield
         return
@@ -133,18 +133,18 @@ def sharded(module: nn.Module) -> Iterator[None]:
 
 
 class Trainable:
-    """A module, of which only what is trained is saved and restored::
+    """Saves and restores only the trained part of a module::
 
         state = {"model": pyckpt.Trainable(model), "optimizer": optimizer}
 
-    What is trained are the parameters that require gradients, and the buffers of submodules that
-    have such parameters of their own. The program makes the rest as it did before, such as the
-    model that a LoRA adapter is put into, and restoring leaves it as it is. From a checkpoint of
-    the whole module, only what is trained is restored.
+    The trained part consists of the parameters that require gradients, and of the buffers of
+    submodules that have such parameters of their own. The program itself makes the rest, such as
+    the base model of a LoRA adapter, and restoring does not change it. From a checkpoint of the
+    whole module, only the trained part is restored.
 
     Args:
-        module: the module, wrapped or not. Whether a parameter requires gradients is looked at when
-            it is saved, and when it is restored.
+        module: the module, wrapped or not. Each save and each restore looks anew which parameters
+            require gradients.
 
     Attributes:
         module: as given.

@@ -1,4 +1,5 @@
-"""What belongs to a rank: saved under its own key, so that DCP does not take one rank's for all."""
+"""State that each rank has for itself. Each rank saves it under a key of its own, because DCP saves
+one rank's copy of a key that all ranks have."""
 
 from __future__ import annotations
 
@@ -21,39 +22,40 @@ Merge = Callable[[list[Any], int, int], Any]
 
 
 class Unfit(NamedTuple):
-    """Parts of an object that were not saved and stay as they are, and parts that were saved and
-    that it does not have."""
+    """Parts of an object that were not saved, which stay as they are; and saved parts that the
+    object does not have."""
 
     kept: list[str]
     ignored: list[str]
 
 
 class RankState(ABC):
-    """Something that each rank has its own of.
+    """State that each rank has for itself.
 
-    In a checkpoint, each rank's is under a key such as ``rank-00003-of-00008``. It is also a
-    DCP ``Stateful``, which stock PyTorch saves, and loads on as many ranks.
+    In a checkpoint, a rank's state is under a key such as ``rank-00003-of-00008``. The class is
+    also a DCP ``Stateful``, which stock PyTorch saves, and loads on the same number of ranks.
     """
 
     @abstractmethod
     def _own(self, rank: Rank) -> Any:
-        """What this rank has to save."""
+        """Return the state of this rank."""
 
     @abstractmethod
     def _sources(self, saved: int, rank: Rank) -> Sequence[int]:
-        """Of how many ranks' states were saved, those that this rank needs.
+        """Return the ranks, of the ``saved`` ones, whose states this rank needs.
 
         Raises:
-            LoadError: they cannot be brought to this number of ranks.
+            LoadError: the states cannot be brought to this number of ranks.
         """
 
     @abstractmethod
     def _take(self, states: dict[int, Any], saved: int, rank: Rank, policy: Policy) -> Unfit | None:
-        """Become what was saved, of the ranks named by ``_sources``. Returns what did not fit, and
-        by the policy need not."""
+        """Take the saved states of the ranks named by ``_sources``. Returns the parts that did not
+        fit and that the policy admits."""
 
     def _is_shared(self, rank: Rank) -> bool:
-        """Whether all ranks have come together for this save, and there is one state of all."""
+        """Whether the ranks have merged their states for this save, so that there is one for all.
+        """
         return False
 
     def _take_shared(self, state: Any, rank: Rank, policy: Policy) -> Unfit | None:
@@ -64,11 +66,11 @@ class RankState(ABC):
         return self._state(Rank.of(), type(self).__name__)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take what was loaded into what ``state_dict`` returns.
+        """Take a loaded state dict of the form that ``state_dict`` returns.
 
         Raises:
-            LoadError: this rank's state is not in it. DCP alone brings it to no other number of
-                ranks than saved it; `Checkpointer` does.
+            LoadError: it lacks this rank's state. DCP alone cannot load it on another number of
+                ranks than saved it; `Checkpointer` can.
         """
         rank = Rank.of()
         keys = [key for key in (_ALL, _key(rank.index, rank.world_size)) if key in state_dict]
@@ -83,11 +85,11 @@ class RankState(ABC):
         return {key: values.encode(self._own(rank), name, compact=True, whole=whole)}
 
     def _wanted(self, saved: Any, rank: Rank, name: str) -> tuple[int, list[str]]:
-        """How many ranks saved it, and the keys that this rank loads.
+        """Return how many ranks saved it, and the keys that this rank loads.
 
         Raises:
             LoadError: see ``_sources``; or it was not saved per rank.
-            CorruptCheckpoint: some ranks' are missing.
+            CorruptCheckpoint: the states of some ranks are missing.
         """
         if isinstance(saved, Mapping) and set(saved) == {_ALL}:
             return 0, [_ALL]
@@ -137,16 +139,15 @@ def _key(index: int, world_size: int) -> str:
 
 
 class PerRank(RankState):
-    """Something that each rank has its own of: a dataloader, a buffer of samples, a counter.
-
-    DCP takes whatever has the same name on all ranks to be the same, and keeps one rank's::
+    """State that each rank has for itself: a dataloader, a buffer of samples, a counter. ::
 
         state = {"model": model, "replay": pyckpt.PerRank(buffer)}
 
-    On as many ranks as saved it, each rank gets its own again. On another number of ranks,
+    Without it, DCP takes values of the same name on all ranks for equal, and saves one rank's. On
+    as many ranks as saved it, each rank gets its own value again. On another number of ranks,
     ``merge(states, rank, world_size)`` is called on every rank, with the states of all ranks that
-    saved, in their order. It returns what rank ``rank`` of ``world_size`` is to load. There are two
-    in `pyckpt.merges`: ``first`` and ``share``.
+    saved, in their order. It returns the state that rank ``rank`` of ``world_size`` loads.
+    `pyckpt.merges` has two such functions, ``first`` and ``share``.
 
     Args:
         value: an object with ``state_dict`` and ``load_state_dict``, or plain values and tensors.

@@ -1,4 +1,4 @@
-"""RngState: where each rank's random number generators are."""
+"""RngState: the states of each rank's random number generators."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class RngState(RankState):
     """The random number generators of each rank: Python's, NumPy's global one, torch's on the CPU
     and on every CUDA device that is in use.
 
-    On another number of ranks, a rank that existed before goes on with its generators. A new rank
-    takes a generator as it was if all ranks had the same. If they differed, the new rank's is
-    seeded from the state of rank 0's and from its own number: it is independent of the others, and
-    the same in every run.
+    On another number of ranks, a rank that existed before keeps its generators. If all ranks saved
+    the same state of a generator, a new rank takes that state. Otherwise the new rank's generator
+    is seeded from rank 0's state and its own number: it is independent of the others, and the same
+    in every run.
 
     The CUDA device that was current gives its state to the one that is current now. Other devices
     get the state of their number. If CUDA was not in use, its generators stay as they are.
@@ -65,11 +65,11 @@ class RngState(RankState):
                 )
 
     def _derive(self, states: list[dict[str, Any]], index: int) -> dict[str, Any]:
-        """For a new rank: what is common to all states, and a `_Seed` for what is not."""
+        """For a new rank: the entries that all states have in common, and a `_Seed` for others."""
         derived: dict[str, Any] = {}
         for name, first in states[0].items():
             common = all(_bytes(state.get(name)) == _bytes(first) for state in states[1:])
-            # One rank's generators are nobody else's.
+            # No new rank may repeat the numbers of a rank that was alone.
             derived[name] = first if common and len(states) > 1 else _Seed.of(first, name, index)
         if isinstance(derived.get("cuda_current"), _Seed):
             derived["cuda_current"] = states[0]["cuda_current"]
@@ -93,8 +93,8 @@ def _set_or_seed(set_state: Any, seed: Any, value: Any) -> None:
 
 
 def _set_numpy(state: Any) -> None:
-    # NumPy takes any position in a block of numbers, and reads the next one from there.
-    if isinstance(state, Mapping):  # of a generator that a program has put in the usual one's place
+    # NumPy accepts any position in its block of numbers, and would read beyond the block.
+    if isinstance(state, Mapping):  # of a generator that the program has set as the global one
         inner = state.get("state")
         places = [(inner.get("pos", 0), 624)] if isinstance(inner, Mapping) else []
         places.append((state.get("buffer_pos", 0), 4))

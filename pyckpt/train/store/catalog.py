@@ -1,9 +1,9 @@
-"""Which checkpoints a directory holds, and what is the matter with the rest of it.
+"""The checkpoints in a directory, and why its other entries are not valid ones.
 
-A checkpoint is a directory ``step-00000100``. It is *valid* when its metadata is complete and each
-file that it names has the size that it tells; it is *verified* when all checksums match as well.
-What is not valid is told apart, because it calls for different things: a save that was interrupted,
-a removal that was, damage, and directories that are nobody's business here.
+A checkpoint is a directory ``step-00000100``. It is *valid* if its metadata is complete and each
+file that it names has the recorded size. It is *verified* if all checksums match as well. Entries
+that are not valid are told apart, since they are treated differently: interrupted saves,
+interrupted removals, damaged checkpoints, and directories that are no checkpoints.
 
 Finding the newest costs one listing and the metadata of one checkpoint, however many there are.
 """
@@ -49,8 +49,8 @@ __all__ = [
 _logger = logging.getLogger("pyckpt")
 
 NOTE_KEY = "pyckpt.checkpoint"
-"""The key, beside those of the state, under which a checkpoint says of itself what no tensor says:
-a string of JSON with its step, whether it is final, and the metrics that came with it."""
+"""The key, beside those of the state, under which a checkpoint describes itself: a string of JSON
+with its step, whether it is final, and the metrics that were passed with it."""
 
 _DIRECTORY = re.compile(r"step-(\d{8,})")
 _NAMES_SHOWN = 3
@@ -67,12 +67,12 @@ def _step_of(name: str) -> int | None:
     if match is None:
         return None
     step = int(match[1])
-    # step-000000100 is not what we call step 100: two names of one step would be two checkpoints.
+    # Not step-000000100 for step 100: two names of one step would be two checkpoints.
     return step if directory_name(step) == name else None
 
 
 def note(step: int, *, final: bool, metrics: Mapping[str, float]) -> str:
-    """What is saved under ``NOTE_KEY``."""
+    """The string that is saved under ``NOTE_KEY``."""
     return json.dumps({"step": step, "final": final, "metrics": dict(metrics)})
 
 
@@ -84,7 +84,7 @@ class CheckpointInfo:
     path: Path
     """Its directory."""
     final: bool = False
-    """Whether it was saved with ``final=True``, and so is never pruned."""
+    """Whether it was saved with ``final=True``, which keeps it from being pruned."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The numbers that were passed when it was saved."""
     bytes: int = 0
@@ -93,22 +93,22 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class DirectoryEntry:
-    """Something in the directory of the checkpoints, and what it is."""
+    """An entry of the directory of the checkpoints, and its state."""
 
     path: Path
     step: int | None
     """None if the name is not that of a checkpoint."""
     state: Literal["valid", "unfinished", "removed", "damaged", "foreign", "unreadable"]
-    """``unfinished``: a save that did not get to its commit. ``removed``: a removal that was
-    interrupted. ``damaged``: it was committed, and something is missing or altered since.
-    ``foreign``: not a checkpoint of pyckpt. ``unreadable``: this process cannot look at it, so
-    nobody knows what it is."""
+    """``unfinished``: a save that did not reach its commit. ``removed``: a removal that was
+    interrupted. ``damaged``: it was committed, and a file is missing or altered since.
+    ``foreign``: not a checkpoint of pyckpt. ``unreadable``: this process cannot read it, so its
+    state is not known."""
     reason: str = ""
-    """Why it is not valid, for people."""
+    """Why it is not valid, as text."""
     checkpoint: CheckpointInfo | None = None
     """The checkpoint, if it is valid."""
     error: OSError | None = None
-    """Why it is unreadable, if it is."""
+    """The error that makes it unreadable; None for other states."""
 
     def __str__(self) -> str:
         return f"{self.path.name}: {self.state}" + (f" ({self.reason})" if self.reason else "")
@@ -116,7 +116,7 @@ class DirectoryEntry:
 
 @dataclass(frozen=True)
 class _Known:
-    """What the metadata of a checkpoint said, as long as it is the same file."""
+    """The content of a checkpoint's metadata, while the file has the same signature."""
 
     signature: tuple[int, int, int]
     files: dict[str, int]
@@ -126,7 +126,7 @@ class _Known:
 class Catalog:
     """The checkpoints in one directory.
 
-    Looks at the directory anew at every call, but decodes each metadata file once. May be used from
+    Every call lists the directory anew, but each metadata file is decoded once. May be used from
     several threads.
     """
 

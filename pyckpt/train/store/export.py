@@ -1,7 +1,7 @@
 """A checkpoint's model in one piece, for other programs: safetensors, or ``torch.save``'s format.
 
-What is read is in tensors.py, what is written in model_files.py, and how the files of an earlier
-export are replaced in swap.py.
+tensors.py reads the checkpoint, model_files.py writes the files, and swap.py replaces the files of
+an earlier export.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ def export(
 
     Args:
         checkpoint: directory of a checkpoint, of pyckpt or of stock PyTorch.
-        path: a directory, which is made where it is missing. It gets ``model.safetensors`` or
-            ``pytorch_model.bin``. If the model takes several files, they have numbers, and the
+        path: a directory, which is made if it is missing. It gets ``model.safetensors`` or
+            ``pytorch_model.bin``. If the model takes several files, they are numbered, and the
             index that Hugging Face's loaders look for is beside them. An earlier export of the same
             format is replaced once all of the new one is written, so there must be room for both.
         format: "safetensors", or "torch" for ``torch.load``.
-        key: the name in the state of what to export. Its tensors are written under the names that
-            they have there. None exports all tensors, under their full names: for checkpoints whose
+        key: the name of the model in the state. Its tensors are written under the names that they
+            have in it. None exports all tensors, under their full names: for checkpoints whose
             state is the model's own state dict.
         rename: new names: a mapping of those that change; a function of a name, which returns None
-            for a tensor to leave out; or a layout of `pyckpt.layouts`, which may reorder values,
-            too.
+            for a tensor to leave out; or a layout of `pyckpt.layouts`, which may also reorder
+            values.
         dtype: convert floating point tensors to this.
         max_shard_size: of one file, in bytes or as "5GB" or "512MiB". A tensor is not split.
         tied: names to leave out, each with the name that has the same values, such as
@@ -75,14 +75,14 @@ def export(
         engine: the memory and threads to use; by default those that everyone shares.
 
     Returns:
-        The files written. The last of them makes the others count: the index, or the only file of
+        The files written. The last one completes the export: the index, or the only file of
         weights.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
         ValueError: an argument is out of range, there are no tensors under ``key``, two tensors
             that ``tied`` pairs differ, or safetensors lacks the dtype.
-        CorruptCheckpoint: bytes are not those that were saved.
+        CorruptCheckpoint: bytes differ from those that were saved.
         OSError: a file cannot be read or written.
     """
     if format not in _FILES:

@@ -1,4 +1,4 @@
-"""Removes the checkpoints that need not be kept, while training goes on."""
+"""Removes the checkpoints that are not to be kept, in a thread beside training."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _logger = logging.getLogger("pyckpt")
 
 
 class Protected:
-    """Steps that are not to be pruned. Any thread may add to them; what was added before its
+    """Steps that are not to be pruned. Any thread may add steps. A step that was added before its
     removal began stays.
 
     Attributes:
-        lock: held while it is decided that a checkpoint goes. Reentrant, for handlers of signals.
+        lock: held while a removal is decided. Reentrant, for signal handlers.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Protection:
         protected.add(step)
 
     def release(self) -> None:
-        """Let go. Idempotent."""
+        """End the protection. Idempotent."""
         if self._held:
             self._held = False
             self._protected.discard(self._step)
@@ -76,17 +76,19 @@ class Protection:
 
 
 class Pruner:
-    """Removes, in a thread and after each commit, what is not to be kept. Prunes take turns.
+    """Removes, in a thread and after each commit, the checkpoints that are not to be kept. One
+    thread prunes at a time.
 
-    Where training goes on from an older checkpoint, newer ones are *passed*: they neither count
-    among those to keep, nor go, until their step is saved again.
+    If training goes on from an older checkpoint, newer ones are *passed*: they are neither counted
+    nor removed until their step is saved again.
 
     Args:
         catalog: of the checkpoints.
-        retention: what to keep.
-        allowed: a block in which a removal may begin; raises `Superseded` where none may.
+        retention: which ones to keep.
+        allowed: a block in which a removal may begin; raises `Superseded` if none may.
         busy: steps that are being written; may change.
-        distrusted: steps whose checkpoints proved corrupt: they do not count, and stay; may change.
+        distrusted: steps whose checkpoints proved corrupt; they are not counted, and stay. May
+            change.
 
     Attributes:
         protected: steps that the program wants kept.
