@@ -1,8 +1,8 @@
-"""Optimizer state where its optimizer wants it.
+"""Optimizer state on the devices and in the dtypes that its optimizer uses.
 
-After a resume, state that lies in the wrong place slows every step down or breaks it, and nothing
-says so. `load_state_dict` loads it right; `check` and `repair` find and correct what something else
-has loaded; `move` and `Offloader` take it elsewhere and back.
+After a resume, misplaced state slows every step down or breaks it, and no error says why.
+`load_state_dict` places state as it loads. `check` finds state that other code has misplaced, and
+`repair` corrects it. `move` and `Offloader` move state to other devices and back.
 """
 
 from pyckpt.optim.load import load_state_dict

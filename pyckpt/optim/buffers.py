@@ -1,4 +1,4 @@
-"""Host memory for offloaded state, and the copies to and from it: the lines that talk to CUDA."""
+"""Host memory for offloaded state, and the copies to and from it. Only this module calls CUDA."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ __all__ = ["Backend", "CudaBackend", "backend_for"]
 
 
 class Backend(Protocol):
-    """What the Offloader asks of a device. Copies are queued in order and waited for by fences."""
+    """The calls of a device that the Offloader needs. Copies run in the order of their calls, and
+    fences mark points in that order."""
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the memory that is to be freed."""
+        """Whether a tensor lies in this device's memory."""
 
     def host_buffer(self, nbytes: int) -> Tensor:
         """New host memory to copy to and from, 1-D uint8, kept until it is dropped."""
 
     def copy_out(self, copies: Sequence[tuple[Tensor, UntypedStorage]]) -> None:
-        """Queue copies of whole storages to host memory, behind the work that the caller's stream
-        has; their memory may be freed when this returns, and is reused when they are done."""
+        """Queue copies of whole storages to host memory, behind the work of the caller's stream.
+        When this returns, their memory may be freed. It is reused only after the copies."""
 
     def copy_in(self, copies: Sequence[tuple[UntypedStorage, Tensor]]) -> None:
         """Queue copies of host memory to whole storages that were just allocated."""
@@ -50,8 +51,8 @@ class CudaBackend:
 
     def host_buffer(self, nbytes: int) -> Tensor:
         # Registered rather than allocated pinned: torch's pinned allocator rounds up to a power of
-        # two, and keeps what it was given back.
-        with torch.inference_mode(False):  # or else it could only be written to in that mode
+        # two, and keeps freed memory.
+        with torch.inference_mode(False):  # a tensor made in that mode is writable in it alone
             buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         address = buffer.data_ptr()
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -60,7 +61,7 @@ class CudaBackend:
         return buffer
 
     def _release(self, runtime: Any, address: int) -> None:
-        self._stream.synchronize()  # a copy may still use it: steps are only ordered on the GPU
+        self._stream.synchronize()  # a copy may still use it: steps wait on the GPU alone
         runtime.cudaHostUnregister(address)
 
     def copy_out(self, copies: Sequence[tuple[Tensor, UntypedStorage]]) -> None:
@@ -69,11 +70,11 @@ class CudaBackend:
             for host, storage in copies:
                 source = _bytes_of(storage)
                 host.copy_(source, non_blocking=True)
-                # Freed while the copy runs, the memory must not be handed out before it is done.
+                # If it is freed during the copy, the allocator must not reuse it before its end.
                 source.record_stream(self._stream)
 
     def copy_in(self, copies: Sequence[tuple[UntypedStorage, Tensor]]) -> None:
-        # The allocator may have given memory that the caller's stream still works on.
+        # The allocator may have returned memory that the caller's stream still uses.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for storage, host in copies:

@@ -1,11 +1,10 @@
-"""What an optimizer creates for a parameter, learned by letting it step on a throw-away one.
+"""Learns which state an optimizer creates for a parameter, by a step on throw-away parameters.
 
-The class's own ``step`` runs on a clone that holds fake parameters: tensors with a device and a
-dtype but no memory, so that it takes no GPU, launches nothing and touches nothing that lives. The
-clone gets copies of the optimizer's plain attributes; what could lead back to something live (other
-optimizers, modules, bound methods, process groups) it does not get. A step that fails for want of
-it, or because it needs a real GPU, has in most optimizers created its state by then; what it has
-not created is not known.
+The class's own ``step`` runs on a clone with fake parameters: tensors with a device and a dtype but
+no memory. It needs no GPU, launches no kernels, and changes no live object. The clone gets copies
+of the optimizer's plain attributes. It does not get attributes that lead to live objects (other
+optimizers, modules, bound methods, process groups). A step may fail because it lacks these, or
+needs a real GPU. Most optimizers have created their state by then; other state stays unknown.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from pyckpt.optim.tensors import Path, any_index, is_dtensor, leaves, replace
 
 __all__ = ["Learned", "Native", "Spec", "learn", "reads_of"]
 
-# At most so many results are kept: integer options that count, as some optimizers keep in their
-# groups, make a new one each step.
+# A bound, since some optimizers keep integer counters among the options of their groups, and each
+# step then makes a new entry.
 _CACHE_ENTRIES = 4096
 _LONGEST_OPTION = 32  # entries
 _NO_OPTIONS = ("state", "param_groups", "step")
-_STEPS = 2  # some state only comes with the second
+_STEPS = 2  # some state is only created by the second
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What of a parameter decides about its state."""
+    """The properties of a parameter on which its state depends."""
 
     device_type: str
     dtype: torch.dtype
@@ -64,8 +63,8 @@ class Native:
 
 @dataclass(frozen=True)
 class Learned:
-    """What was created for one parameter, by path (see `any_index`); and for none, by a path from
-    the optimizer's ``state``."""
+    """The entries created for one parameter, by path (see `any_index`), and those created for no
+    parameter, by a path from the optimizer's ``state``."""
 
     natives: dict[Path, Native] = field(default_factory=dict)
     shared: dict[Path, Native] = field(default_factory=dict)
@@ -77,7 +76,7 @@ _reads: OrderedDict[Hashable, int | None] = OrderedDict()
 
 
 def learn(optimizer: Any, group: dict[str, Any], specs: Iterable[Spec]) -> dict[Spec, Learned]:
-    """What the optimizer creates for parameters of these specs in this group."""
+    """The entries that the optimizer creates for parameters of these specs in this group."""
     base = _signature(optimizer, group)
     results: dict[Spec, Learned] = {}
     missing = []
@@ -88,7 +87,8 @@ def learn(optimizer: Any, group: dict[str, Any], specs: Iterable[Spec]) -> dict[
         else:
             results[spec] = known
     if missing:
-        # All of a group in one step; what has nothing after it failed gets a step of its own.
+        # All of a group in one step. If a parameter got nothing, since the step failed before, it
+        # gets a step of its own.
         fresh = _run(optimizer, group, missing)
         if len(missing) > 1:
             for spec in missing:
@@ -109,9 +109,8 @@ def reads_of(
     *,
     shared: bool = False,
 ) -> int | None:
-    """How often a step reads the tensor at ``path`` back to the host while it is on such a device;
-    None where that step does not run. ``shared``: the path is one from the optimizer's ``state``.
-    """
+    """How often a step reads the tensor at ``path`` back to the host if it is on such a device;
+    None if the step does not run. ``shared``: the path begins at the optimizer's ``state``."""
     if device_type == "cpu":
         return 0
     key = (_signature(optimizer, group), spec, path, device_type, shared)
@@ -139,10 +138,10 @@ def _remember(cache: OrderedDict[Hashable, Any], key: Hashable, value: Any) -> N
 
 
 def _signature(optimizer: Any, group: dict[str, Any]) -> Hashable:
-    """All that may decide about state, but for the parameter.
+    """All that the state depends on, except for the parameter.
 
-    Of a float only whether it is zero counts, which decides whether there is a buffer at all: its
-    value is a learning rate or the like, and changes with every step.
+    A float enters only as zero or not, which may decide whether there is a buffer. Its value is a
+    learning rate or the like, and changes with every step.
     """
     options = tuple(
         sorted(
@@ -171,7 +170,7 @@ def _token(value: Any, depth: int = 3) -> str:
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
         return f"{value.__module__}.{value.__qualname__}"
     name = type(value).__qualname__
-    # Long ones are records, of steps or parameters, and no options.
+    # Long containers are records of steps or parameters, and no options.
     if isinstance(value, list | tuple | dict) and len(value) <= _LONGEST_OPTION and depth:
         entries = value.items() if isinstance(value, dict) else value
         return f"{name} {[_token(entry, depth - 1) for entry in entries]}"
@@ -182,11 +181,11 @@ def _token(value: Any, depth: int = 3) -> str:
 
 
 class _CannotRun(Exception):
-    """The step wants something that a throw-away run must not do."""
+    """The step needs an operation that a throw-away run must not do."""
 
 
 class _Pretend(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers what fake tensors cannot, and counts how often a device would have been asked."""
+    """Runs operators that fake tensors do not support, and counts reads from a device."""
 
     _PINNED = "_pyckpt_pinned"
 
@@ -208,7 +207,7 @@ class _Pretend(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None  # it only writes values, and not all such operations have a fake
         if func is aten.is_pinned.default:
             return hasattr(args[0], self._PINNED)
-        # Fake tensors cannot be pinned; that these would have been is written on them.
+        # Fake tensors cannot be pinned. An attribute marks those that would be.
         pinned = bool(kwargs.pop("pin_memory", False))
         if func is aten._pin_memory.default:
             result, pinned = args[0].clone(), True
@@ -236,23 +235,23 @@ class _Pretend(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _some_number(dtype: torch.dtype) -> bool | int | float:
     if dtype is torch.bool:
         return False
-    # Neither 0 nor 1, by which bias corrections divide or from which they subtract.
+    # Bias corrections divide by such a float, or by 1 minus it, so it is neither 0 nor 1.
     return 0.5 if dtype.is_floating_point else 1
 
 
 @contextlib.contextmanager
 def _isolated() -> Iterator[_Pretend]:
-    """Fake mode, shut off from the caller's modes, default device and gradients."""
+    """Fake mode, isolated from the caller's modes, default device and gradients."""
     pretend = _Pretend()
     with (
         _disable_current_modes(),
         torch.inference_mode(False),
         torch.no_grad(),
-        # No real kernel may stand in for one that has no fake.
+        # An operator without a fake implementation must fail, and not run its real kernel.
         FakeTensorMode(allow_fallback_kernels=False),
         pretend,
-        # Where a fresh optimizer puts its scalars is learned for the usual default device, not for
-        # one under which it would be slow from the start.
+        # Under another default device, a fresh optimizer would create its scalars there, and be
+        # slow from the start.
         torch.device("cpu"),
     ):
         yield pretend
@@ -279,13 +278,13 @@ def _run(optimizer: Any, group: dict[str, Any], specs: list[Spec]) -> dict[Spec,
 
 
 def _stepped(clone: Any) -> Any:
-    """The clone after as many steps as it can do."""
+    """The clone after the steps, or after those that succeed."""
     _to_train(clone)
     for _ in range(_STEPS):
         try:
             _bare_step(clone)
         except KeyError:
-            # Some build their state when they are constructed, and step expects it there.
+            # Some create their state in the constructor, and the step expects it.
             if any(not isinstance(state, dict) or state for state in clone.state.values()):
                 break
             try:
@@ -300,7 +299,7 @@ def _stepped(clone: Any) -> Any:
 
 
 def _to_train(clone: Any) -> None:
-    """Schedule-free optimizers, and what else has modes, step in this one alone."""
+    """Schedule-free optimizers, and others with modes, step in train mode only."""
     with contextlib.suppress(Exception):
         type(clone).train(clone)
 
@@ -324,7 +323,7 @@ def _natives(state: dict[Any, Any]) -> dict[Path, Native]:
         if len({(native.kind, native.dtype) for native in entries.values()}) == 1:
             natives[generic] = next(iter(entries.values()))
         else:
-            natives.update(entries)  # a list whose entries differ is known only by their indices
+            natives.update(entries)  # entries of the list differ, so each index has its own
     return natives
 
 
@@ -366,10 +365,10 @@ def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _unhooked_class(cls: Any) -> Any:
-    """The class such that ``super().step()`` runs no hooks either.
+    """A subclass in which ``super().step()`` runs no hooks either.
 
-    Each base whose ``step`` torch has wrapped gets a subclass right before it in the order of
-    resolution, which has the bare one.
+    Each base whose ``step`` torch has wrapped gets a subclass with the bare ``step``, right before
+    it in the method resolution order.
     """
     wrapped = [
         base
@@ -405,7 +404,7 @@ def _clone(
         if key not in ("params", "param_names")
     }
     if resolve_foreach and options.get("foreach", 0) is None and not options.get("fused"):
-        # Torch decides by the class of the parameters, and fake ones are not of the usual class.
+        # torch decides by the class of the parameters, and fake tensors have another class.
         options["foreach"] = specs[0].device_type in ("cuda", "xpu") and not options.get(
             "differentiable"
         )
@@ -422,7 +421,7 @@ def _clone(
             clone.__dict__[name] = OrderedDict()
     clone.__dict__["_warned_capturable_if_run_uncaptured"] = True
     if isinstance(clone.__dict__.get("defaults"), dict):
-        # Gradients through the step would only forbid it to change its parameters in place.
+        # With gradients through the step, it could not change its parameters in place.
         clone.defaults["differentiable"] = False
     clone.state = defaultdict(dict)
     clone.param_groups = [
@@ -434,7 +433,7 @@ def _clone(
 def _constructed(clone: Any) -> Any:
     """The optimizer as its own constructor makes it from the clone's group."""
     cls = type(clone)
-    # A class made here stands for the one it was made from, whose constructor may ask for its name.
+    # A constructor may look at the name of its class, so call the class from which ours was made.
     own = cls.__mro__[1] if cls.__dict__.get("_pyckpt_unhooked") else cls
     fresh: Any = own(clone.param_groups)
     fresh.__class__ = cls

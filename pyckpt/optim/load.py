@@ -1,4 +1,4 @@
-"""``load_state_dict``: what `Optimizer.load_state_dict` should do."""
+"""``load_state_dict``: `Optimizer.load_state_dict` with the optimizer's own devices and dtypes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pyckpt.optim.wrappers import held, known_members, layers, members, relinked
 
 __all__ = ["load_state_dict"]
 
-# How a step is run, not what it computes; so the running program's to say, not the checkpoint's.
+# These say how a step runs, not what it computes. So the program decides them, not the checkpoint.
 _FLAGS = ("capturable", "differentiable", "foreach", "fused")
 _CPU = torch.device("cpu")
 
@@ -27,31 +27,32 @@ _CPU = torch.device("cpu")
 def load_state_dict(
     optimizer: Any, state_dict: dict[str, Any], *, flags: Literal["live", "saved"] = "live"
 ) -> None:
-    """Load what ``optimizer.state_dict()`` returned, each tensor to where this optimizer wants it.
+    """Load a result of ``optimizer.state_dict()``, with each tensor where this optimizer needs it.
 
-    Unlike `Optimizer.load_state_dict`, it keeps the flags that the optimizer was made with, puts
-    every tensor on the device and into the dtype that the optimizer itself creates (see
-    `placement`) wherever ``torch.load`` or DCP has put it, moves tensors in the groups (``lr``,
-    betas) to where the live ones are, and checks what it loads. An optimizer need not have
-    stepped before. Nothing of ``state_dict`` is changed or shared, and load hooks run as ever.
+    Unlike `Optimizer.load_state_dict`, it keeps the flags that the optimizer was made with. It puts
+    every tensor on the device and into the dtype in which the optimizer itself creates it (see
+    `placement`), wherever ``torch.load`` or DCP has put it. It moves tensors in the groups
+    (``lr``, betas) to the devices of the live ones. It checks groups, parameters and shapes. The
+    optimizer need not have stepped before. ``state_dict`` is not changed, shares no memory with the
+    optimizer, and load hooks run as usual.
 
-    A dtype is the optimizer's own, not the checkpoint's: float32 state of bfloat16 parameters
-    stays as it was saved, and moments saved in float32 are rounded only if the optimizer keeps
-    them in bfloat16 for such parameters, since its step could not use them otherwise. Where
-    nothing is known about a tensor it keeps the dtype it was saved in; it is loaded to its
-    parameter's device if it has its shape, or was on a device, and to the host otherwise.
+    Dtypes are those of the optimizer, not of the checkpoint. Float32 state of bfloat16 parameters
+    stays as it was saved. Moments saved in float32 are rounded only if the optimizer keeps them in
+    bfloat16 for such parameters, since its step could not use them otherwise. A tensor about which
+    nothing is known keeps its saved dtype. It is loaded to its parameter's device if it has the
+    parameter's shape, or was on a device, and to the host otherwise.
 
-    Where both sides have ``param_names``, and the same ones, parameters are matched by name; where
-    they have none in common, as behind other prefixes, by position, as without names.
+    If both sides have the same ``param_names``, parameters are matched by name. If they have no
+    names in common (other prefixes, say), or no names, they are matched by position.
 
-    An optimizer with a ``load_state_dict`` of its own is left to load by that; flags, placement and
-    dtypes are put right after.
+    If the optimizer has a ``load_state_dict`` of its own, that method loads. Flags, placement and
+    dtypes are corrected after it.
 
     Args:
-        optimizer: the optimizer to load, or a wrapper; also one that pyckpt does not know, which
-            then loads as it does, and no more.
-        state_dict: what was saved.
-        flags: whose ``fused``, ``foreach``, ``capturable`` and ``differentiable`` hold: "live",
+        optimizer: the optimizer to load, or a wrapper of optimizers. If pyckpt does not know it as
+            either, only its own ``load_state_dict`` runs.
+        state_dict: the saved state dict.
+        flags: whose ``fused``, ``foreach``, ``capturable`` and ``differentiable`` to use: "live",
             those of ``optimizer``, or "saved".
 
     Raises:
@@ -75,7 +76,7 @@ def load_state_dict(
 
 
 def _check_passed_on(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Raise ValueError where an optimizer that this one holds should have got what was loaded."""
+    """Raise ValueError if an inner optimizer should have got loaded state, and has not."""
     inner = held(optimizer)
     if not inner:
         return
@@ -122,15 +123,15 @@ def _load(optimizer: Any, state_dict: dict[str, Any], flags: str) -> None:
     optimizer.__setstate__({"state": state, "param_groups": groups})
     if flags == "saved":
         _tell_scaler(optimizer)
-    # `__setstate__` turns numbers of old checkpoints into tensors, by its own lights.
+    # `__setstate__` turns numbers of old checkpoints into tensors, and chooses their device itself.
     relocate(misplaced(optimizer, exact=True), exact=True)
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
 
 def _tell_scaler(optimizer: Any) -> None:
-    """A fused optimizer unscales gradients itself, and says so by an attribute that its constructor
-    sets and loading forgets."""
+    """Set the attribute by which a fused optimizer tells GradScaler that it unscales gradients
+    itself. The constructor sets it, and loading does not."""
     if type(optimizer).__module__.startswith("torch.optim.") and hasattr(
         optimizer, "_step_supports_amp_scaling"
     ):
@@ -138,7 +139,7 @@ def _tell_scaler(optimizer: Any) -> None:
 
 
 def _matched(optimizer: Any, state_dict: dict[str, Any]) -> dict[Any, tuple[int, Tensor]]:
-    """For each id in the checkpoint, the index of the group and the parameter that it is of.
+    """For each id in the checkpoint, the index of the group, and the parameter.
 
     Raises:
         ValueError: groups or parameters are missing or left over.
@@ -214,7 +215,7 @@ def _groups(optimizer: Any, saved: list[dict[str, Any]], flags: str) -> list[dic
                 if flag in live:
                     options[flag] = live[flag]
         for key, value in live.items():
-            # What the checkpoint does not say: the parameters, their names, options that are newer.
+            # Entries that the checkpoint lacks: parameters, their names, options of a newer torch.
             options.setdefault(key, value)
         if "param_names" in live and live.get("param_names") is not None:
             options["param_names"] = live["param_names"]
@@ -238,14 +239,15 @@ def _without_params(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_live(saved: Any, live: Any, flags: str) -> Any:
-    """A saved option as the kind of thing that the live one is: a number or a tensor."""
+    """A saved option in the form of the live one: a number or a tensor."""
     if isinstance(saved, list | tuple) and isinstance(live, list | tuple):
         if len(saved) == len(live):
             pairs = zip(saved, live, strict=True)
             return type(live)(_as_live(entry, of, flags) for entry, of in pairs)
         return deepcopy(saved)
     if isinstance(saved, Tensor):
-        # A tensor is what capturing a graph needs; the checkpoint has one if its flags did.
+        # Only a captured graph needs a tensor. The checkpoint has one if it was saved with
+        # capturable=True.
         number = isinstance(live, int | float) and not isinstance(live, bool)
         return saved.item() if flags == "live" and number and saved.numel() == 1 else saved
     if isinstance(live, Tensor) and isinstance(saved, int | float):
@@ -278,10 +280,10 @@ def _state(
     params: dict[Any, tuple[int, Tensor]],
     groups: list[dict[str, Any]],
 ) -> dict[Any, Any]:
-    """The saved state by parameter, every tensor a new one where it belongs.
+    """The saved state by parameter, with new tensors in the places where they belong.
 
     Raises:
-        ValueError: a tensor that has its parameter's shape natively has another one.
+        ValueError: a tensor that a step creates in its parameter's shape has another one.
     """
     resolver = Resolver(optimizer, groups=groups)
     state: dict[Any, Any] = defaultdict(dict)
@@ -316,7 +318,7 @@ def _check_shape(
     native: tuple[int, ...] | None,
 ) -> None:
     shape = tuple(param.shape)
-    # A shard beside a whole is for DTensor to say.
+    # If only one of the two is sharded, DTensor checks the shapes.
     if native != shape or tuple(tensor.shape) == shape or is_dtensor(param) != is_dtensor(tensor):
         return
     key: Hashable = path[0] if len(path) == 1 else path
@@ -345,7 +347,7 @@ def _delegate(optimizer: Any, state_dict: dict[str, Any], flags: str) -> None:
     groups = [getattr(o, "param_groups", []) for o in [optimizer, *holders]]
     before = [[{f: g[f] for f in _FLAGS if f in g} for g in some] for some in groups]
     _check_offloaded(optimizer, state_dict)
-    # Some write into what they are given; the containers are copied, the tensors are not.
+    # Some write into their argument, so the containers are copied. The tensors are not.
     given = mapped(state_dict, lambda _, leaf: leaf)
     optimizer.load_state_dict(given)
     if flags == "live":
@@ -363,7 +365,7 @@ def _delegate(optimizer: Any, state_dict: dict[str, Any], flags: str) -> None:
 
 
 def _check_offloaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """torchao's CPUOffloadOptimizer leaves unsaid what one side has more of.
+    """Check what torchao's CPUOffloadOptimizer does not check.
 
     Raises:
         ValueError: the checkpoint is of another number of parameters.
@@ -381,7 +383,7 @@ def _check_offloaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
 
 
 def _saved_tensors(optimizer: Any, state_dict: dict[str, Any]) -> dict[tuple[int, Path], Tensor]:
-    """The tensors of a state dict of the usual form, by parameter and path; none of another's."""
+    """The tensors of a state dict of the usual form, by parameter and path; empty for others."""
     saved, live = state_dict.get("param_groups"), getattr(optimizer, "param_groups", None)
     state = state_dict.get("state")
     if not isinstance(saved, list) or not isinstance(state, dict) or live is None:
@@ -398,8 +400,8 @@ def _saved_tensors(optimizer: Any, state_dict: dict[str, Any]) -> dict[tuple[int
 
 
 def _restore(optimizer: Any, saved: dict[tuple[int, Path], Tensor], theirs: set[int]) -> None:
-    """Undo what a method of the optimizer's own has rounded, and take apart what it has kept of the
-    caller's."""
+    """Load tensors again that the optimizer's own method has rounded, and copy tensors of the
+    caller's that it has kept."""
     resolver = Resolver(optimizer)
     owners: list[tuple[Any, Path]] = []
     requests: list[Request] = []

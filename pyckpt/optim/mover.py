@@ -1,4 +1,4 @@
-"""``check``, ``repair`` and ``move``: optimizer state that is not where it belongs."""
+"""``check``, ``repair`` and ``move``: find and move misplaced optimizer state."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ __all__ = ["Misplaced", "check", "move", "repair"]
 
 @dataclass(frozen=True, eq=False)
 class Misplaced:
-    """One tensor of an optimizer's state that is not where its optimizer would have it.
+    """One tensor of an optimizer's state that is not where its optimizer would create it.
 
     Attributes:
-        name: of the parameter: its own, or its group and index. Of what is no parameter's "group
-            0", or "the optimizer".
+        name: of the parameter: its own, or its group and index. For a tensor that belongs to no
+            parameter, "group 0" (with the group's index) or "the optimizer".
         key: of the tensor in the parameter's state, in the group, or in the optimizer's state; in
             nested containers the tuple of keys.
-        found: where it is, and its dtype.
-        wanted: where it belongs.
-        syncs: how often each step therefore waits for the GPU, None where that is not known.
-        param: the parameter, None for what is no parameter's.
+        found: its present place and dtype.
+        wanted: the place and dtype where it belongs.
+        syncs: how often each step waits for the GPU because of it; None if that is not known.
+        param: the parameter; None if it belongs to no parameter.
     """
 
     name: str
@@ -53,20 +53,20 @@ class Misplaced:
 
 
 def check(optimizer: Any) -> list[Misplaced]:
-    """What of an optimizer's state is not where the optimizer itself would have created it.
+    """List the tensors of an optimizer's state that are not where the optimizer creates them.
 
-    A floating-point tensor of a *wider* dtype than its optimizer creates is not out of place:
-    keeping moments in float32 may be meant, and narrowing them could not be undone.
+    A floating-point tensor of a *wider* dtype than the optimizer creates is not misplaced: a
+    program may keep moments in float32 on purpose, and narrowing them could not be undone.
 
     Args:
-        optimizer: an optimizer, or a wrapper of some.
+        optimizer: an optimizer, or a wrapper of optimizers.
 
     Returns:
-        One entry a tensor, in the order of the parameters; empty where all is well. Its ``syncs``
-        are measured by stepping a throw-away clone on fake tensors.
+        One entry for each misplaced tensor, in the order of the parameters. Its ``syncs`` are
+        measured by stepping a throw-away clone on fake tensors.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: ``optimizer`` is neither.
     """
     return [
         _described(entry, syncs=_syncs(entry))
@@ -76,15 +76,16 @@ def check(optimizer: Any) -> list[Misplaced]:
 
 
 def repair(optimizer: Any) -> list[Misplaced]:
-    """Put what `check` finds where it belongs, in place.
+    """Move the tensors that `check` finds to where they belong.
 
     All small tensors of a device that belong on the host are gathered there, copied once and
-    taken apart: one synchronisation, however many parameters. The other way it is one copy too.
-    Each gets memory of its own, but for tensors that shared theirs before. The state's dictionaries
-    and lists stay the same objects; the tensors in them are new ones.
+    taken apart: one synchronisation, however many parameters. Tensors that belong on the device
+    are also copied at once. Each tensor gets memory of its own; tensors that shared memory before
+    still share it. The state's dictionaries and lists stay the same objects; the tensors in them
+    are new ones.
 
     Returns:
-        What was put right. ``syncs`` is None: that is not measured here.
+        The tensors that were moved. Their ``syncs`` are None, since they are not measured here.
 
     Raises:
         TypeError: as for `check`.
@@ -95,16 +96,16 @@ def repair(optimizer: Any) -> list[Misplaced]:
 
 
 def move(optimizer: Any, device: torch.device | str | None = None) -> None:
-    """Move an optimizer's state, what belongs on the host staying there or returning there.
+    """Move an optimizer's state. Tensors that belong on the host stay there, or return there.
 
     Args:
-        device: None for each parameter's own device; otherwise one device for everything that
-            would lie with its parameter, as when the state is to make room for something else.
-            `Offloader` does that faster, and gives back the same tensors.
+        device: None for each parameter's own device; otherwise one device for all tensors that
+            belong with their parameters, for example to free memory of the GPU. `Offloader` does
+            that faster, and keeps the same tensor objects.
 
-    Dtypes are kept, and so is shared memory. DTensors move by their local shards. Where nothing
-    is known about a tensor, one on the host stays and one on a device moves. Tensors in the
-    groups (``lr``, betas) move only if they are on a device.
+    Dtypes and shared memory are kept. DTensors move by their local shards. A tensor whose place is
+    not known moves if it is on a device, and stays if it is on the host. Tensors in the groups
+    (``lr``, betas) move only if they are on a device.
 
     Raises:
         TypeError: as for `check`.
@@ -114,7 +115,8 @@ def move(optimizer: Any, device: torch.device | str | None = None) -> None:
     requests: list[Request] = []
     owners: list[tuple[Any, Path]] = []
     for member in members(optimizer):
-        # What would be on the host beside the target is not known of parameters on the CPU.
+        # Learn for parameters on the target's type of device. For parameters on the CPU, all state
+        # would seem to belong on the host.
         device_type = target.type if target is not None and target.type != "cpu" else None
         resolver = Resolver(member, device_type=device_type)
         for index, param, state in _states(member):
@@ -154,9 +156,10 @@ def _goal(wanted: Placement, tensor: Tensor, home: torch.device) -> torch.device
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A tensor that may be replaced: which, of what, and by what.
+    """A tensor that may be replaced, its owner, and the place where it belongs.
 
-    What is no parameter's has one of its group's as ``param``, which says where a device is.
+    If it belongs to no parameter, ``param`` is one of its group's parameters, which gives the
+    device.
     """
 
     optimizer: Any
@@ -179,7 +182,7 @@ def _states(optimizer: Any) -> Iterator[tuple[int, Tensor, Any]]:
 
 
 def _others(optimizer: Any, resolver: Resolver) -> Iterator[Entry]:
-    """Tensors of the state and of the groups that are no parameter's."""
+    """Tensors of the state and of the groups that belong to no parameter."""
     groups = _group_of(optimizer)
     firsts = [(i, g["params"][0]) for i, g in enumerate(optimizer.param_groups) if g["params"]]
     for key, state in optimizer.state.items() if firsts else ():
@@ -211,7 +214,7 @@ def misplaced(optimizer: Any, *, exact: bool = False) -> list[Entry]:
         table = resolver.table(index, param)
         for key, value in state.items() if isinstance(state, dict) else ():
             native = table.get(key)
-            # Nearly all are where they belong, and there may be many: the quick look comes first.
+            # Nearly all are where they belong, and there may be many: a quick test comes first.
             if native is not None and isinstance(value, Tensor):
                 if value.dtype == native[1] and value.device == native[0]:
                     continue
@@ -247,7 +250,8 @@ def _is_home(optimizer: Any, wanted: Placement, tensor: Tensor, *, exact: bool) 
 
 
 def dtype_fits(tensor: Tensor, wanted: torch.dtype, *, exact: bool) -> bool:
-    """Whether a tensor may keep its dtype. Neither float nor a counter, it has its own format."""
+    """Whether a tensor may keep its dtype. A tensor that is neither float nor a single number has a
+    format of its own, and keeps it."""
     has = tensor.dtype
     if has == wanted or not is_plain(on_local_shard(tensor)[0]):
         return True
@@ -264,7 +268,8 @@ def _device_of(tensor: Tensor) -> torch.device:
 
 def _described(entry: Entry, *, syncs: int | None) -> Misplaced:
     whose = {"group": f"group {entry.index}", "optimizer": "the optimizer"}.get(entry.of)
-    # State that a former parameter has left behind is not called by all that it held.
+    # The key of state that a former parameter left behind begins with that parameter, a tensor
+    # whose text would be all its values.
     path = entry.path[1:] if isinstance(entry.path[0], Tensor) else entry.path
     return Misplaced(
         name=whose or name_of(entry.optimizer, entry.index, entry.param),
@@ -285,7 +290,8 @@ def name_of(optimizer: Any, index: int, param: Tensor) -> str:
 
 def _syncs(entry: Entry) -> int | None:
     if entry.wanted.kind not in ("host", "pinned"):
-        # On the host instead of the device: a step may fail, or copy, as its kernels will have it.
+        # On the host instead of the device: it depends on its kernels whether a step fails or
+        # copies.
         on_host = _device_of(entry.tensor).type == "cpu"
         return None if on_host and entry.wanted.kind == "device" else 0
     if entry.of == "group":
@@ -302,7 +308,7 @@ def _syncs(entry: Entry) -> int | None:
 
 
 def relocate(entries: list[Entry], *, exact: bool = False) -> None:
-    """Replace each entry's tensor by one of the same value where it is wanted."""
+    """Replace each entry's tensor by one of the same value in the wanted place."""
     owners: list[tuple[Any, Path]] = []
     requests: list[Request] = []
     for entry in entries:
@@ -325,7 +331,7 @@ def relocate(entries: list[Entry], *, exact: bool = False) -> None:
 
 
 def _paged(entry: Entry) -> Tensor:
-    """Unified memory from the optimizer, which alone knows how it allocates it."""
+    """Unified memory from the optimizer itself, since each allocates it in its own way."""
     buffer: Tensor = entry.optimizer.get_state_buffer(entry.param, dtype=entry.tensor.dtype)
     buffer.copy_(entry.tensor.to("cpu"))
     return buffer

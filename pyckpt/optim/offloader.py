@@ -1,4 +1,4 @@
-"""``Offloader``: optimizer state out to the host and back, while something else needs the GPU."""
+"""``Offloader``: moves optimizer state to the host and back, while other work needs the GPU."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _ALIGNMENT = 512  # of each storage's place in a buffer, in bytes; enough for an
 
 @dataclass
 class _Away:
-    """One storage whose bytes are in host memory. It is kept by the tensors that are in it, and
-    here, so that what is put back is what was taken."""
+    """One storage whose bytes are in host memory. Its tensors keep it alive, and this does as well,
+    so that the bytes return to the same storage."""
 
     storage: UntypedStorage
     nbytes: int
@@ -45,24 +45,24 @@ class Offloader:
                 generate(batch)  # the state's GPU memory is free
             train(batch)
 
-    Both ways are asynchronous, on a stream of their own and through page-locked memory that is
-    allocated in the first round, or when the state has grown, and kept. What was queued before
-    `offload` sees the state as it was, and so does a save that still copies it. After `reload`, the
-    next ``step``, ``state_dict``, ``train`` or ``eval`` of the optimizer is ordered behind the
-    copies, on the GPU: nothing waits on the CPU. Whoever reads the state directly calls `wait`
-    first. An Offloader lives as long as its optimizer, if it has state out or on its way back.
+    Both ways are asynchronous, on a stream of their own and through page-locked memory. That memory
+    is allocated in the first round, or when the state has grown, and kept. GPU work queued before
+    `offload`, and a save that still copies, read the state as it was. After `reload`, the next
+    ``step``, ``state_dict``, ``train`` or ``eval`` of the optimizer waits for the copies on the
+    GPU, and not on the CPU. A program that reads the state directly calls `wait` first. An
+    Offloader whose state is out, or on its way back, lives as long as its optimizer.
 
-    Each storage travels once, whatever tensors share it; DTensors travel by their local shards.
-    State on the host stays where it is, and so does memory that parameters or gradients use too.
-    The memory goes back to PyTorch's allocator: for other processes, call `wait` and then
+    Each storage is copied once, however many tensors share it. DTensors are copied by their local
+    shards. State on the host stays there, as does memory that parameters or gradients also use.
+    The memory returns to PyTorch's allocator: for other processes, call `wait` and then
     ``torch.cuda.empty_cache()``. Addresses change, so a captured CUDA graph of the step must be
     captured again. For one thread at a time.
 
     Args:
-        optimizer: the optimizer, or a wrapper of some.
+        optimizer: the optimizer, or a wrapper of optimizers.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: ``optimizer`` is neither.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -72,7 +72,7 @@ class Offloader:
         self._buffers: dict[torch.device, list[Tensor]] = {}
         self._away: list[_Away] = []
         self._fences: list[tuple[buffers.Backend, Any]] = []
-        # The optimizer holds this object by these, so that neither goes while the other needs it.
+        # Through these the optimizer keeps this object alive, while its state is out.
         self._hooks: list[Any] = []
         self._guarded: set[int] = set()
         _hook_steps()
@@ -88,7 +88,7 @@ class Offloader:
         return sum(b.numel() for some in self._buffers.values() for b in some)
 
     def offload(self) -> None:
-        """Queue the copies to the host and free the GPU memory behind them. Does nothing where the
+        """Queue the copies to the host and free the GPU memory behind them. Does nothing if the
         state is out already.
 
         Raises:
@@ -99,7 +99,7 @@ class Offloader:
         self._order()
         away = self._planned()
         if away:
-            guard.hold()  # or else a save would go on to copy from memory that is freed
+            guard.hold()  # a save under way must not copy from freed memory
         by_backend: dict[int, list[_Away]] = {}
         for entry in away:
             by_backend.setdefault(id(entry.backend), []).append(entry)
@@ -114,8 +114,8 @@ class Offloader:
             self._guard()
 
     def reload(self) -> None:
-        """Allocate the GPU memory again and queue the copies back. Does nothing where the state is
-        not out.
+        """Allocate the GPU memory again and queue the copies back. Does nothing if the state is not
+        out.
 
         Raises:
             torch.OutOfMemoryError: there is no room; the state is still out, and this may be
@@ -133,7 +133,7 @@ class Offloader:
         by_backend: dict[int, list[_Away]] = {}
         for entry in self._away:
             by_backend.setdefault(id(entry.backend), []).append(entry)
-        self._fences.clear()  # of the copies out, which the copies in are behind
+        self._fences.clear()  # of the copies out: the copies in run after them anyway
         for entries in by_backend.values():
             backend = entries[0].backend
             backend.copy_in([(entry.storage, entry.host) for entry in entries])
@@ -202,8 +202,8 @@ class Offloader:
         ]
 
     def _placed(self, device: torch.device, storages: list[UntypedStorage]) -> list[_Away]:
-        """A place in the device's host buffers for each storage; what has no room gets one more
-        buffer. Largest first, so that the order in which state was made does not matter."""
+        """A place in the device's host buffers for each storage, in a new buffer for those that
+        find no room. Largest first, so that the order in which state was made does not matter."""
         backend = self._backend(device)
         assert backend is not None
         kept = self._buffers.setdefault(device, [])
@@ -228,7 +228,7 @@ class Offloader:
     # --- the guard ----------------------------------------------------------------------------
 
     def _order(self) -> None:
-        """Let the caller's streams wait for all copies; then there is nothing left to guard."""
+        """Make the caller's streams wait for all copies. No method needs guarding after that."""
         for backend, fence in self._fences:
             backend.order_after(fence)
         self._fences.clear()
@@ -245,8 +245,8 @@ class Offloader:
                     holder.register_state_dict_pre_hook(self._before_state_dict),
                     holder.register_load_state_dict_pre_hook(self._before_load),
                 ]
-            # Schedule-free optimizers use their state in `train` and `eval`, and a wrapper may
-            # before it steps the optimizer that torch hooks.
+            # Schedule-free optimizers use their state in `train` and `eval`. A wrapper may use its
+            # state before it steps the inner optimizer, whose step torch hooks.
             hooked = getattr(getattr(type(holder), "step", None), "hooked", False)
             self._hooks += [
                 _Instead(holder, name, self._before_method)
@@ -278,7 +278,7 @@ class Offloader:
         self._refuse_while_away("load_state_dict")
 
     def _order_for_now(self) -> None:
-        # The step may come on another stream, so it is ordered for itself.
+        # The fences stay: the step may run on another stream, which must wait as well.
         for backend, fence in self._fences:
             backend.order_after(fence)
 
@@ -288,7 +288,7 @@ class Offloader:
 
 
 class _Instead:
-    """Stands for a method of one object, until removed: calls ``before`` with its name first."""
+    """Replaces a method of one object, until removed: calls ``before`` with its name first."""
 
     def __init__(self, holder: Any, name: str, before: Callable[[str], None]) -> None:
         self._holder, self._name, self._before = holder, name, before
@@ -307,14 +307,14 @@ class _Instead:
     def remove(self) -> None:
         attributes = vars(self._holder)
         if attributes.get(self._name) is not self:
-            return  # somebody else's stands for it now, and calls it
+            return  # other code has replaced it, and calls it
         if self._own is None:
             del attributes[self._name]
         else:
             attributes[self._name] = self._own
 
 
-# Those behind whose copies a step has not been ordered. Only their optimizers own them.
+# Those for whose copies no step has waited yet. Only their optimizers own them.
 _guarding: weakref.WeakValueDictionary[int, Offloader] = weakref.WeakValueDictionary()
 
 

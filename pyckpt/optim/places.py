@@ -1,4 +1,4 @@
-"""Where the tensors of an optimizer's state belong: learned, or said by a rule."""
+"""Where the tensors of an optimizer's state belong: learned, or given by a rule."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Placement:
     Attributes:
         kind: "host" (plain CPU memory), "device" (with its parameter), "pinned" (page-locked CPU
             memory), "paged" (unified memory that the driver moves; torch calls its device "cpu"),
-            or "unknown": nothing is known, so what is on the host stays there.
-        dtype: None where it is unknown, or the entry is a Python number.
-        device: None where it is unknown, or not yet told for which parameter.
+            or "unknown": nothing is known, and a tensor on the host stays there.
+        dtype: None if it is unknown, or if the entry is a Python number.
+        device: None if it is unknown, or if the parameter is not given yet.
     """
 
     kind: Kind
@@ -54,13 +54,12 @@ Rule = Callable[[Any, dict[str, Any], Tensor | None, Path, Any], Placement | Non
 
 
 class Placements(Mapping[Tensor, Mapping[Hashable, Placement]]):
-    """What `placement` returns: for each parameter, for each key of its state, a `Placement`.
+    """The result of `placement`: for each parameter, for each key of its state, a `Placement`.
 
     An entry of a nested container is under the tuple of keys and indices that leads to it.
 
     Attributes:
-        param_groups: for each group, where its tensors (a tensor ``lr``, betas) are, which is where
-            they stay.
+        param_groups: for each group, the places of its tensors (``lr``, betas), where they stay.
     """
 
     def __init__(
@@ -82,22 +81,22 @@ class Placements(Mapping[Tensor, Mapping[Hashable, Placement]]):
 
 
 def placement(optimizer: Any) -> Placements:
-    """Where every entry of an optimizer's state belongs, whether or not it is there yet.
+    """Return where every entry of an optimizer's state belongs, even if it does not exist yet.
 
-    It is learned from what the optimizer's own ``step`` creates for such a parameter under the live
-    options of its group, on a throw-away clone and fake tensors: nothing of the optimizer changes,
-    no hook runs, and no GPU is needed. Results are kept by class, options, and device, dtype and
-    shape of the parameter. For optimizers that cannot be run so there are rules; see
-    `register_placement`. What neither knows is "unknown".
+    The optimizer's own ``step`` runs on a throw-away clone with fake tensors, under the live
+    options of the groups, and the entries that it creates show their places. Nothing of the
+    optimizer changes, no hook runs, and no GPU is needed. Results are cached by class, options, and
+    device type, dtype and shape of the parameter. An optimizer that cannot be run in this way needs
+    a rule; see `register_placement`. Without either, its entries are "unknown".
 
     Args:
-        optimizer: a `torch.optim.Optimizer`, or a wrapper of some.
+        optimizer: a `torch.optim.Optimizer`, or a wrapper of optimizers.
 
     Returns:
         A mapping: parameter -> key -> `Placement`. Keys in nested containers are tuples.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: ``optimizer`` is neither.
     """
     state: dict[Tensor, dict[Hashable, Placement]] = {}
     groups: list[Mapping[Hashable, Placement]] = []
@@ -114,7 +113,7 @@ def placement(optimizer: Any) -> Placements:
                 for path, tensor in leaves(live):
                     entries.pop(_name(any_index(live, path)), None)  # it has an index now
                     entries[_name(path)] = resolver.wanted(index, param, path, live, tensor)
-                # An optimizer and one that it holds have state of the same parameter.
+                # An optimizer, and another that it holds, may both have state of a parameter.
                 state.setdefault(param, {}).update(entries)
     return Placements(state, groups)
 
@@ -128,13 +127,13 @@ def _without_params(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def found(tensor: Tensor) -> Placement:
-    """Where a tensor is."""
+    """The present place of a tensor."""
     device = tensor._local_tensor.device if is_dtensor(tensor) else tensor.device  # type: ignore[attr-defined]
     if getattr(tensor, "is_paged", False):
         return Placement("paged", tensor.dtype, device)
     if device.type != "cpu":
         return Placement("device", tensor.dtype, device)
-    # Asking costs a call into CUDA, and makes no sense for what has no memory of its own.
+    # Asking costs a call into CUDA, and subclasses may have no memory of their own.
     pinned = torch.cuda.is_available() and type(tensor) is Tensor and tensor.is_pinned()
     return Placement("pinned" if pinned else "host", tensor.dtype, device)
 
@@ -145,15 +144,15 @@ _rules: dict[type | str, Rule] = {}
 
 
 def register_placement(cls: type | str, rule: Rule) -> None:
-    """Say where the state of an optimizer belongs that cannot be run on fake tensors.
+    """Register a rule for the state of an optimizer that cannot be run on fake tensors.
 
     Args:
-        cls: the class, whose subclasses follow the rule too, or its qualified name
-            (``"package.module.Class"``), so that it need not be imported.
-        rule: called as ``rule(optimizer, group, param, path, value)`` for each tensor, with the
-            keys and indices to it in the parameter's state; with ``param`` None for a tensor in the
-            group itself. Returns a `Placement`, whose ``device`` may be left out, or None where it
-            does not know. An optimizer with a rule is never run. The last one registered wins.
+        cls: the class, or its qualified name (``"package.module.Class"``), so that it need not be
+            imported. The rule also applies to subclasses.
+        rule: called as ``rule(optimizer, group, param, path, value)`` for each tensor. ``path`` are
+            the keys and indices to it in the parameter's state. ``param`` is None for a tensor in
+            the group itself. Returns a `Placement`, whose ``device`` may be left out, or None if it
+            does not know. An optimizer with a rule is never run. The last rule for a class counts.
     """
     _rules[cls] = rule
 
@@ -170,11 +169,11 @@ def rule_for(cls: type) -> Rule | None:
 
 
 class Resolver:
-    """Tells where each tensor of one optimizer belongs. Made anew for each use: it holds what was
-    learned for the options that the groups have now.
+    """Finds where each tensor of one optimizer belongs. Make a new one for each use, since it holds
+    results for the present options of the groups.
 
     Args:
-        groups: other groups than the live ones to go by.
+        groups: use the options of these groups instead of the live ones.
         device_type: learn for parameters on this type of device instead of their own.
     """
 
@@ -197,7 +196,7 @@ class Resolver:
         return Spec.of(param, self._device_type)
 
     def learned(self, index: int, param: Tensor) -> dict[Path, Placement]:
-        """What a parameter of that group natively has, without devices, by path."""
+        """The entries that a step creates for a parameter of that group, by path; no devices."""
         key = (index, self.spec(param))
         if key not in self._tables:
             natives = {} if self._rule is not None else self._group(index)[key[1]].natives
@@ -208,7 +207,7 @@ class Resolver:
         return self._tables[key]
 
     def table(self, index: int, param: Tensor) -> dict[Hashable, tuple[Any, torch.dtype | None]]:
-        """The device and dtype that each key at the top of the parameter's state has when it
+        """For keys at the top of the parameter's state, a device and dtype with which an entry
         certainly is where it belongs."""
         key = (index, type(param), param.device, param.dtype, param.shape)
         table = self._quick.get(key)
@@ -220,13 +219,13 @@ class Resolver:
             table = self._quick[key] = {
                 path[0]: (native.device, native.dtype)
                 for path, native in completed.items()
-                # Whether memory is pinned takes a closer look, and so does where a DTensor is.
+                # Pinned memory and the devices of DTensors need more tests than these two values.
                 if len(path) == 1 and native.kind in ("host", "device") and not is_dtensor(param)
             }
         return table
 
     def shape(self, index: int, param: Tensor, generic: Path) -> tuple[int, ...] | None:
-        """The shape that the tensor at that path natively has, where it was learned."""
+        """The shape with which a step creates the tensor at that path; None if not learned."""
         if self._rule is not None:
             return None
         native = self._group(index)[self.spec(param)].natives.get(generic)
@@ -250,8 +249,8 @@ class Resolver:
     def wanted_shared(
         self, index: int, param: Tensor, path: Path, state: Any, value: Any
     ) -> Placement:
-        """Where a tensor of ``state``, the optimizer's, belongs that is no parameter's: where it
-        was learned, or as if it were of this parameter."""
+        """Where a tensor of ``state``, the optimizer's, belongs if it is no parameter's: the place
+        that was learned, or the place as if it belonged to this parameter."""
         if self._rule is None:
             shared = self._group(index)[self.spec(param)].shared
             native = shared.get(path) or shared.get(any_index(state, path))
@@ -262,7 +261,7 @@ class Resolver:
         return self.wanted(index, param, path, state, value)
 
     def wanted_in_group(self, index: int, path: Path, value: Any) -> Placement:
-        """Where a tensor of the group itself belongs; only rules know."""
+        """Where a tensor of the group itself belongs, which only rules say."""
         group = self._groups[index]
         if self._rule is None or not group["params"]:
             return UNKNOWN
@@ -270,7 +269,7 @@ class Resolver:
         return UNKNOWN if said is None else self.completed(said, group["params"][0])
 
     def completed(self, native: Placement, param: Tensor) -> Placement:
-        """The placement with the device it means for this parameter."""
+        """The placement, with the device for this parameter."""
         if native.device is not None or native.kind == "unknown":
             return native
         if native.kind != "device":

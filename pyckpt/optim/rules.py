@@ -1,6 +1,6 @@
-"""Optimizers that cannot be run on fake tensors, by name so that none need be imported.
+"""Rules for optimizers that cannot be run on fake tensors, by name, so that none is imported.
 
-Each rule says where the version it names keeps its state; see the table in docs/optim.md.
+docs/optim.md names the version of each package whose state a rule describes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors in nested state: finding them, replacing them, and what they are made of."""
+"""Tensors in nested state: finding them, replacing them, and finding the tensors in subclasses."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 
 def mapped(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """A copy of nested containers in which ``change(path, leaf)`` stands for every leaf.
+    """A copy of nested containers with ``change(path, leaf)`` in place of every leaf.
 
-    Containers keep their class, which must be one that can be made from its entries, as
-    `Optimizer.load_state_dict` expects too.
+    Containers keep their class. It must be possible to make one from its entries, as
+    `Optimizer.load_state_dict` also expects.
     """
     if isinstance(value, dict):
         entries = {key: mapped(entry, change, (*path, key)) for key, entry in value.items()}
@@ -57,7 +57,7 @@ def mapped(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> A
 
 
 def _of_class(value: dict[Any, Any], entries: dict[Any, Any]) -> dict[Any, Any]:
-    copy = value.copy()  # keeps the default factory, and whatever else the class carries
+    copy = value.copy()  # keeps the default factory, and other attributes of the class
     copy.clear()
     copy.update(entries)
     return copy
@@ -77,7 +77,8 @@ def replace(container: Any, path: Path, new: Tensor) -> Any:
 
 
 def any_index(container: Any, path: Path) -> Path:
-    """The path with ``...`` for the indices of lists, whose entries are alike and come and go."""
+    """The path with ``...`` in place of the indices of lists, since entries of lists are alike, and
+    their number changes."""
     if len(path) == 1:
         return path
     generic: list[Hashable] = []
@@ -88,21 +89,21 @@ def any_index(container: Any, path: Path) -> Path:
 
 
 def is_dtensor(value: Any) -> bool:
-    # Importing it takes long; who has one has imported it.
+    # Importing the module takes long. A program that has a DTensor has imported it.
     module = sys.modules.get("torch.distributed.tensor")
     cls = getattr(module, "DTensor", None)  # None while that module is being imported
     return cls is not None and isinstance(value, cls)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is its memory and nothing else: no subclass that carries more tensors."""
+    """Whether a tensor is strided memory and nothing else: no subclass that wraps other tensors."""
     if type(tensor) is Tensor or type(tensor) is FakeTensor:
         return tensor.layout is torch.strided
     return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
 
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that one is made of: itself, its local shard, or what its class wraps."""
+    """The plain tensors in a tensor: itself, its local shard, or the tensors that it wraps."""
     if is_plain(tensor):
         yield tensor
     elif is_dtensor(tensor):
@@ -113,13 +114,14 @@ def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def on_local_shard(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """The tensor that lies on this rank, and what makes of its successor the tensor's successor."""
+    """Return the local tensor of this rank, and a function that makes a tensor like the given one
+    from a new local tensor."""
     if not is_dtensor(tensor):
         return tensor, lambda new: new
 
     def rewrapped(new: Tensor) -> Tensor:
-        # Not DTensor.from_local, which takes the shard to the device of the mesh. Made anew, since
-        # a DTensor keeps the device and the dtype of the shard that it was made with.
+        # Not DTensor.from_local, which moves the shard to the device of the mesh. A new DTensor,
+        # since one keeps the device and the dtype of the shard that it was made with.
         whole: Any = tensor
         meta = whole._spec.tensor_meta._replace(dtype=new.dtype)
         spec = dataclasses.replace(whole._spec, tensor_meta=meta)

@@ -1,4 +1,4 @@
-"""Many tensors to other devices and dtypes, in few copies and one synchronisation."""
+"""Copies many tensors to other devices and dtypes, in few copies and one synchronisation."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pyckpt.optim.tensors import is_plain, on_local_shard, plain_parts
 
 __all__ = ["Request", "place"]
 
-# Up to this size a copy costs more to start than to run, and tensors travel packed.
+# Up to this size, starting a copy takes longer than the copy, so tensors are packed.
 _PACKED_BYTES = 64 << 10
 
 
 class Request(NamedTuple):
-    """A tensor, and where it is to be. ``dtype`` None keeps its own."""
+    """A tensor, and the place to copy it to. ``dtype`` None keeps its own."""
 
     tensor: Tensor
     device: torch.device
@@ -36,12 +36,12 @@ class Request(NamedTuple):
 def place(requests: Sequence[Request]) -> list[Tensor]:
     """New tensors with the values of the old ones, in the order of the requests.
 
-    None of them shares memory with an old one, so that writing to it changes nothing else; tensors
-    that shared memory before, and go to the same place, share it after. The small ones of a source
-    device go packed: gathered there, copied once, and taken apart into memory of their own. They do
-    not stay views of the packed buffer: views of one tensor share a version counter, so that one
-    step's change in place would look to autograd like a change of all of them, and each would keep
-    all of it alive and carry all of it when it is pickled alone.
+    No new tensor shares memory with an old one. Tensors that shared memory before, and go to the
+    same place, share it after. The small tensors of a source device are packed: gathered there,
+    copied once, and taken apart into memory of their own. They do not stay views of the packed
+    buffer, because views of one tensor share a version counter: to autograd, one step's change in
+    place would look like a change of all of them. Each view would also keep the whole buffer alive,
+    and would be pickled with all of it.
     """
     results: dict[int, Tensor] = {}
     packed: dict[tuple[Any, ...], list[int]] = defaultdict(list)
@@ -146,7 +146,7 @@ def _place_alone(local: Tensor, request: Request) -> Tensor:
     if not is_plain(local) and not is_traceable_wrapper_subclass(local):
         return local.to(request.device, request.target_dtype, copy=True)  # a sparse layout
     if not is_plain(local):
-        # A class that wraps tensors, as quantised state does: its dtype is not that of its memory.
+        # A class that wraps tensors, such as quantised state: its memory has another dtype.
         wrapped: Any = local
         names, context = wrapped.__tensor_flatten__()
         parts = [getattr(wrapped, name) for name in names]
@@ -165,8 +165,8 @@ def _place_alone(local: Tensor, request: Request) -> Tensor:
 
 
 def _finish(copies: list[tuple[Tensor, torch.device]]) -> None:
-    """Wait, once a device, for the copies that did not: those to the host, and those from pinned
-    memory, which its owner may now write to."""
+    """Wait, once for each device, for copies that are asynchronous: those to the host, and those
+    from pinned memory, to which its owner may write after this."""
     devices: set[torch.device] = set()
     for source, target in copies:
         if target.type == "cpu":
@@ -193,7 +193,7 @@ def _is_real_cuda(device: torch.device, tensor: Tensor) -> bool:
 
 
 def _shared_storages(requests: Sequence[Request]) -> dict[int, tuple[Any, ...]]:
-    """The requests whose tensors are parts of a memory that another one's is a part of too."""
+    """The requests whose tensors share a storage with another request's tensor."""
     by_storage: dict[int, list[int]] = {}
     for index, request in enumerate(requests):
         tensor = request.tensor
@@ -221,7 +221,7 @@ def _by_storage(shared: dict[int, tuple[Any, ...]]) -> dict[tuple[Any, ...], lis
 
 
 def _place_shared(requests: list[Request]) -> list[Tensor]:
-    """The whole memory once, and in it each of the tensors where it was."""
+    """Copy a whole storage once; return each of its tensors as a view at the same offset."""
     request = requests[0]
     tensor = request.tensor
     storage = tensor.untyped_storage()

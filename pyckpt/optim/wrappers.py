@@ -1,5 +1,5 @@
-"""Optimizers that keep others, known by what they are: objects that hold an optimizer of the same
-parameters. All that pyckpt knows of wrappers is here.
+"""Optimizers that wrap others: objects that hold an optimizer of the same parameters. Only this
+module knows of wrappers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = [
     "unwrapped",
 ]
 
-# What some wrappers add to the state that they share, like the parameter and beside it, by
-# qualified name:
+# By qualified name, the entries that some wrappers add to the state that they share. They are like
+# the parameter, and on its device.
 _ADDED: dict[str, tuple[Path, ...]] = {
     "schedulefree.wrap_schedulefree.ScheduleFreeWrapper": (("z",),),
     "schedulefree.wrap_schedulefree_reference.ScheduleFreeWrapperReference": (
@@ -38,15 +38,15 @@ _ADDED: dict[str, tuple[Path, ...]] = {
         ("z",),
     ),
 }
-# By the optimizer to whose state it is added, as seen when it was last reached by its wrapper.
+# The same by inner optimizer, recorded whenever one is reached through its wrapper.
 _added: weakref.WeakKeyDictionary[Any, tuple[Path, ...]] = weakref.WeakKeyDictionary()
-# Its own ``state`` is a copy of that of the optimizer it steps.
+# Wrappers whose own ``state`` is a copy of the inner optimizer's.
 _COPIES = {"torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": True}
 
 
 def held(optimizer: Any) -> dict[str, Any]:
-    """The optimizers that one holds for some of its own parameters, by where it holds them. An
-    object without parameters of its own has those of all the optimizers that it holds."""
+    """The optimizers that one holds for some of its own parameters, by the names of attributes. For
+    an object without parameters of its own, all optimizers that it holds."""
     own = {id(param) for group in _groups(optimizer) for param in group["params"]}
     return {
         name: other
@@ -60,8 +60,8 @@ def held(optimizer: Any) -> dict[str, Any]:
 
 
 def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
-    """The optimizers, and wrappers of some, among an object's attributes, and in the lists and
-    dicts among them."""
+    """The optimizers, and wrappers of optimizers, among an object's attributes, and in lists and
+    dicts among these."""
     if isinstance(owner, nn.Module) or not hasattr(owner, "__dict__"):
         return
     for name, value in list(vars(owner).items()):
@@ -72,7 +72,7 @@ def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
         elif isinstance(value, list | tuple):
             yield from ((f"{name}[{i}]", one) for i, one in enumerate(value) if _is_optimizer(one))
         elif isinstance(value, dict):
-            # A key may be a parameter, which is no name; its number is.
+            # A key may be a parameter, which is no name; use the number of the entry instead.
             ones = [(key, one) for key, one in value.items() if _is_optimizer(one)]
             yield from (
                 (f"{name}[{key!r}]" if isinstance(key, str) else f"{name}[{i}]", one)
@@ -83,7 +83,7 @@ def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
 def _is_optimizer(value: Any) -> bool:
     if isinstance(value, Optimizer):
         return True
-    # A wrapper of one that is not one itself, within another wrapper.
+    # A wrapper that is no Optimizer itself, within another wrapper.
     cls = type(value)
     return (
         hasattr(cls, "step")
@@ -100,7 +100,7 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _shared(optimizer: Any) -> Any:
-    """The optimizer whose state and groups one shows as its own; None where there is none."""
+    """The inner optimizer whose state and groups a wrapper shows as its own, or None."""
     state, groups = getattr(optimizer, "state", None), _groups(optimizer)
     if state is None:
         return None
@@ -121,7 +121,8 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def _chain(optimizer: Any) -> list[Any]:
-    """Wrappers that have no state of their own, each behind the one before, and what they wrap."""
+    """Wrappers that have no state of their own, from the outermost inwards, and the optimizer that
+    they wrap."""
     chain = [optimizer]
     while (inner := _shared(optimizer)) is not None and all(inner is not one for one in chain):
         added = _by_name(_ADDED, type(optimizer))
@@ -133,13 +134,13 @@ def _chain(optimizer: Any) -> list[Any]:
 
 
 def added_to(optimizer: Any) -> tuple[Path, ...]:
-    """What a wrapper adds to the state of a parameter of this optimizer, which it wraps."""
+    """The entries that a wrapper of this optimizer adds to the state of a parameter."""
     return _added.get(optimizer, ())
 
 
 def changes_outside_of_step(optimizer: Any) -> bool:
-    """Whether an optimizer changes parameters in other calls than ``step``, which no hook tells of.
-    Schedule-free ones do, in ``train`` and ``eval``, between which programs save."""
+    """Whether an optimizer changes parameters in other calls than ``step``, which have no hooks.
+    Schedule-free ones do so in ``train`` and ``eval``, and programs save between these."""
     inner = getattr(optimizer, "optimizer", None)  # Accelerate gives any optimizer these methods
     if isinstance(inner, Optimizer):
         return changes_outside_of_step(inner)
@@ -147,10 +148,10 @@ def changes_outside_of_step(optimizer: Any) -> bool:
 
 
 def members(optimizer: Any) -> list[Any]:
-    """The optimizers that hold the state: the one itself, and those that it holds.
+    """The optimizers that have the state: this one, and those that it holds.
 
     Raises:
-        TypeError: it is no optimizer, and no wrapper of any.
+        TypeError: it is no optimizer, and no wrapper of optimizers.
     """
     found = known_members(optimizer)
     if not found:
@@ -163,13 +164,13 @@ def members(optimizer: Any) -> list[Any]:
 
 
 def known_members(optimizer: Any) -> list[Any]:
-    """As `members`; none where it is neither."""
+    """As `members`, but empty if it is neither."""
     found: dict[int, Any] = {}
     for layer in layers(optimizer):
         state = getattr(layer, "state", None)
         if state is None or not hasattr(layer, "param_groups") or _by_name(_COPIES, type(layer)):
             continue
-        found[id(state)] = layer  # of those that share it the innermost, which comes last
+        found[id(state)] = layer  # of those that share a state, the innermost, which comes last
     return list(found.values())
 
 
@@ -192,8 +193,8 @@ def layers(optimizer: Any) -> list[Any]:
 
 
 def relinked(optimizer: Any) -> Callable[[], None]:
-    """For wrappers that keep references of their own to the state and the groups that they share
-    with another: what renews these after the other one has loaded."""
+    """Some wrappers keep references of their own to the state and groups of the inner optimizer.
+    Return a function that renews these after the inner optimizer has loaded."""
     chain = _chain(optimizer)
     own = [
         (shell, name)
@@ -212,7 +213,7 @@ def relinked(optimizer: Any) -> Callable[[], None]:
 def unsaved(
     optimizer: Any, state_dict: dict[str, Any], elsewhere: Container[int]
 ) -> dict[str, Any]:
-    """Of the optimizers that one holds, those that have state which is not in its state dict.
+    """Of the optimizers that one holds, those with state that its state dict lacks.
 
     Args:
         state_dict: of the optimizer.
@@ -229,7 +230,7 @@ def unsaved(
         for tensor in _tensors(layer)
     }
     if len(saved) >= len(kept):
-        return {}  # it may have made copies
+        return {}  # the state dict may have copies of the tensors
     return {
         name: other
         for name, other in inner.items()
@@ -239,8 +240,8 @@ def unsaved(
 
 @contextmanager
 def sharding(owner: Any) -> Iterator[None]:
-    """While an object loads a state dict of its own: the optimizers that it holds take whole
-    tensors for sharded parameters, and keep of each what their rank has of the parameter."""
+    """While an object loads its own state dict, let the optimizers that it holds take whole tensors
+    for sharded parameters, and keep this rank's shard of each."""
     hooks = [
         layer.register_load_state_dict_pre_hook(_sharded_as_parameters)
         for layer in layers(owner)
@@ -271,7 +272,7 @@ def _sharded_as_parameters(optimizer: Any, state_dict: dict[str, Any]) -> dict[s
             or value.shape != param.shape
         ):
             return value
-        # All ranks have loaded all of it: nothing is sent.
+        # All ranks have loaded the whole tensor, so nothing is sent.
         mesh, placements = param.device_mesh, param.placements
         return distribute_tensor(value, mesh, placements, src_data_rank=None)
 
@@ -279,7 +280,7 @@ def _sharded_as_parameters(optimizer: Any, state_dict: dict[str, Any]) -> dict[s
 
 
 def parameters(owner: Any) -> Iterator[Tensor]:
-    """Those of the optimizers that an object holds."""
+    """The parameters of the optimizers that an object holds."""
     for layer in layers(owner):
         for group in _groups(layer):
             yield from group["params"]
