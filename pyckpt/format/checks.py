@@ -1,9 +1,9 @@
-"""What must be so of a checkpoint's metadata, whoever reads it for what.
+"""Checks of a checkpoint's metadata, the same for all readers.
 
-All of it is looked at when metadata is decoded, so that no reader can forget a part. A file that
-passes may still not be what was saved, and loading may still find that its data files are not what
-it says; but every name in it is one of a file in its directory, every number is one that can be
-counted with, and every element of every tensor has a place that it is read from.
+All checks are made when metadata is decoded, so that no reader can omit one. Metadata that passes
+may still differ from what was saved, and data files may not agree with it. But every file name lies
+in the checkpoint's directory, every number is in range, and every element of every tensor has a
+place to be read from.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from pyckpt.private import StorageInfo
 __all__ = ["check"]
 
 _INT_MAX = (1 << 63) - 1
-# How many bytes of a tensor one byte of its item stands for at most: tensors of a kind of their own
-# may be packed, and a claim of terabytes is an allocation.
+# The most bytes of a tensor that one byte of its item may stand for. Special tensors may be packed,
+# but a tensor that claims terabytes would be allocated.
 _PACKED_MAX = 64
 _PACKED_FREE = 1 << 20
 
@@ -40,11 +40,11 @@ _Places = dict[tuple[str, torch.Size | None], StorageInfo]
 
 
 def check(metadata: Any) -> None:
-    """Check that metadata is such that it can be loaded from.
+    """Check that a checkpoint can be loaded by this metadata.
 
     Raises:
-        Exception: it is not; mostly a ValueError that says why. What a file holds may fail in any
-            way when it is looked at.
+        Exception: it cannot; mostly a ValueError that says why. Objects from a file may raise other
+            errors when they are read.
     """
     if type(metadata) is not Metadata:
         _malformed(f"it holds a {type(metadata).__name__}")
@@ -67,7 +67,7 @@ def check(metadata: Any) -> None:
 
 
 def _places(storage_data: Any) -> _Places:
-    """Check where items are said to be; return it by key and offsets."""
+    """Check the places of items; return them by key and offsets."""
     places: _Places = {}
     names: set[str] = set()
     for index, info in _dict(storage_data if storage_data is not None else {}).items():
@@ -92,7 +92,7 @@ def _places(storage_data: Any) -> _Places:
 
 
 def _check_extra(key: str, extra: dict[str, Any], dims: int | None) -> None:
-    """Check what pyckpt adds to a place, and the list of transformations that DCP does."""
+    """Check the attributes that pyckpt adds to a place, and DCP's list of transformations."""
     transforms = extra.get("transform_descriptors")
     if transforms is not None and not (
         type(transforms) in (list, tuple) and all(type(one) is str for one in transforms)
@@ -122,7 +122,7 @@ def _are_natural(*values: Any) -> bool:
 def _check_inside(name: Any, key: str) -> None:
     if type(name) is not str:
         _malformed(f"{key!r} is stored in a file whose name is a {type(name).__name__}")
-    # Both flavours: a file written on the other system must not get past this one.
+    # By the rules of both systems, so that a file written on one is also refused on the other.
     for path in (PurePosixPath(name), PureWindowsPath(name)):
         if not _is_inside(path) or "\0" in name:
             _malformed(f"{key!r} is said to be stored in {name!r}, outside of the checkpoint")
@@ -145,7 +145,7 @@ def _check_tensor(key: str, item: TensorStorageMetadata, places: _Places) -> Non
         _malformed(f"{key!r} has a {type(chunks).__name__} of chunks")
     item_size = properties.dtype.itemsize
     numel = math.prod(size)
-    # Strides are made of the other sizes, also where one of them is 0.
+    # Strides are products of the other sizes, even if one size is 0.
     if (numel or math.prod(extent or 1 for extent in size)) * item_size > _INT_MAX:
         _malformed(f"{key!r} is larger than any memory")
     stored = 0
@@ -196,7 +196,7 @@ def _is_filled(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
 
 
 def _dict(value: Any) -> dict[Any, Any]:
-    # No class that is made from it: what iterates over that may be shown something else.
+    # Not a subclass, which might yield other entries to one reader than to another.
     if type(value) is not dict:
         _malformed(f"a {type(value).__name__} is where a dict belongs")
     return value  # type: ignore[no-any-return]

@@ -1,9 +1,9 @@
-"""Saves of several processes into one directory, which know nothing of each other.
+"""Keeps saves of several processes into one directory from removing each other's files.
 
-A commit sweeps out the data files that it does not name, and another process may be writing one of
-them. So a data file is claimed, by a lock on it, from when it is made until its save is over, and
-sweeps leave it alone. They happen in an exclusive ``turn`` of the directory, in which no file is
-made, so that none is met between its making and its claim. Where the file system has no locks, both
+A commit removes the data files that it does not name, and another process may be writing one of
+them. So a process claims its data file by a lock, from its making until the save is over, and
+sweeps do not remove a claimed file. A sweep holds an exclusive ``turn`` of the directory, in which
+no file is made, so that it never sees a file before its claim. On file systems without locks, both
 do nothing.
 """
 
@@ -25,18 +25,18 @@ _PATIENCE_SECONDS = 60.0
 
 
 class Claim:
-    """Keeps a data file from being swept out by another process, until it is released, or gone."""
+    """Keeps other processes from removing a data file, until ``release`` or this object's end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._held = ExitStack()
-        # NFS gives exclusive locks to those only who could write.
+        # NFS gives exclusive locks only to descriptors that can write.
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._held.callback(os.close, descriptor)
         self._held.enter_context(trying(descriptor))
 
     def release(self) -> None:
-        """Let go. Idempotent."""
+        """Release the lock. Idempotent."""
         self._held.close()
 
     def __del__(self) -> None:
@@ -61,10 +61,10 @@ def is_claimed(path: Path) -> bool:
 def turn(
     directory: Path, *, shared: bool = False, patience: float = _PATIENCE_SECONDS
 ) -> Iterator[None]:
-    """Make data files (``shared``), or commit and sweep, while nobody does the other.
+    """Make data files (``shared``), or commit and sweep, while no other process does the other.
 
     Raises:
-        TimeoutError: another process is in such a block for ``patience`` seconds.
+        TimeoutError: another process has been in such a block for ``patience`` seconds.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

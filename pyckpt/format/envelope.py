@@ -2,16 +2,16 @@
 
 A file that ``torch.save(tensor)`` writes is a zip archive of stored (not compressed) records: a
 pickle that describes the tensor, a few constants, and one record that is the tensor's memory. For
-tensors of one dtype, shape and strides everything but that memory is the same, save for the
-checksums. So the archive is made once, cut at the memory into a prefix and a suffix, and used for
-all of them; the engine stamps the checksums in (csrc/envelope.h).
+tensors of one dtype, shape and strides everything but that memory and the checksums is the same. So
+the archive is made once, cut at the memory into a prefix and a suffix, and used for all of them.
+The engine fills in the checksums (csrc/envelope.h).
 
 The records are those that this torch writes for a tensor of one element, with the numbers of
 elements, sizes and strides replaced. The archive is laid out as torch's PyTorchStreamWriter does it
-(caffe2/serialize/inline_container.cc, over miniz), so that the outcome is byte for byte what
-``torch.save`` writes; the tests hold it to that. At run time an envelope is trusted for a dtype
-only after ``torch.load`` read a tensor out of one, so that a torch which changes its format costs
-speed (everything falls back to ``torch.save``) and never a checkpoint.
+(caffe2/serialize/inline_container.cc, over miniz), so that it has byte for byte what ``torch.save``
+writes. The tests check that. At run time, an envelope is used for a dtype only after ``torch.load``
+has read a tensor from one. If a new torch changes its format, pyckpt falls back to ``torch.save``:
+that costs speed, but no checkpoint.
 
 Format: PKWARE APPNOTE 6.3.10, sections 4.3 (records) and 4.5.3 (zip64).
 """
@@ -61,22 +61,22 @@ class Layout(NamedTuple):
 
     envelope: _C.Envelope
     stride: tuple[int, ...] | None
-    """Strides, in elements, of the bytes as written; None where that is row-major order."""
+    """Strides, in elements, of the written bytes; None if they are in row-major order."""
     order: tuple[int, ...] | None
-    """Dimensions from the outermost to the innermost of the bytes as written; None where the
-    tensor's memory is those bytes, or its own order of dimensions is theirs."""
+    """Dimensions from the outermost to the innermost in the written bytes; None if the tensor's
+    memory is written as it is, or in its own order of dimensions."""
 
 
 class Record(NamedTuple):
     """A record of an archive."""
 
     name: str
-    """Below the archive's root."""
+    """The path below the archive's root."""
     data: bytes
 
 
 class _Template(NamedTuple):
-    """What ``torch.save`` writes for a tensor of one element of a dtype."""
+    """The records that ``torch.save`` writes for a tensor of one element of a dtype."""
 
     archive: str
     records: list[Record]
@@ -90,7 +90,7 @@ class _Template(NamedTuple):
 def envelope_of(
     dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> Layout | None:
-    """The envelope for plain tensors of this dtype, shape and strides (in elements), or None where
+    """The envelope for plain tensors of this dtype, shape and strides (in elements), or None if
     tensors of this dtype must go through ``torch.save`` itself.
 
     As with stock ``FileSystemWriter``, tensors that cover their memory without gaps and overlaps
@@ -210,7 +210,7 @@ def _make_envelope(
 
 
 class Archive:
-    """Lays out the archive of some records, one of which is the payload, without having that."""
+    """Lays out the archive of some records without the bytes of one of them, the payload."""
 
     def __init__(
         self, root: str, records: list[Record], payload_size: int, *, payload: str = _PAYLOAD
@@ -221,7 +221,7 @@ class Archive:
         self.payload = payload
         alignments = [record.data for record in records if record.name == _ALIGNMENT]
         self.alignment = int(alignments[0]) if alignments else 64
-        # The bytes of the archive but for the payload, and how far they reach with it.
+        # The bytes of the archive without the payload, and its present end with the payload.
         self.prefix: bytes | None = None
         self.written = bytearray()
         self.end = 0
@@ -279,9 +279,9 @@ class Archive:
         size = self._size(record)
         name = self._name(record)
         large = self._is_large(record, offset)
-        # The second size, of the data once compressed, is not known yet to miniz here: 0.
+        # The second size is that of the compressed data, which miniz does not know here: 0.
         extra = _zip64_extra((size, 0), offset) if large else b""
-        # Torch aligns the data of each record by a field of its own ("FB") in the header.
+        # torch aligns the data of each record by a field of its own ("FB") in the header.
         start = offset + _LOCAL.size + len(name) + len(extra) + 4
         padding = -start % self.alignment
         extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding

@@ -1,4 +1,4 @@
-"""Opening what may be anything: a checkpoint's directory is filled by others."""
+"""Opens files safely in a checkpoint's directory, which other programs may have filled."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ __all__ = ["check_regular", "open_regular", "read_regular"]
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a file to read. Does not wait for whoever writes to a pipe.
+    """Open a file to read. Does not wait for the writer of a pipe.
 
     Raises:
         OSError: it cannot be opened.
         CorruptCheckpoint: it is a pipe, a device or a directory.
     """
-    # A pipe without writers is opened at once, and found out; for files the flag means nothing.
+    # With O_NONBLOCK a pipe without writers opens at once, and is then refused. The flag has no
+    # effect on files.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         check_regular(os.fstat(descriptor), path)
@@ -47,8 +48,10 @@ def read_regular(file: BufferedReader, path: str | os.PathLike[str], *, most: in
 
 
 def check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
-    """Raises:
-    CorruptCheckpoint: what was found at ``path`` is no regular file.
+    """Check that ``path``, of the given status, is a regular file.
+
+    Raises:
+        CorruptCheckpoint: it is not.
     """
     if not stat.S_ISREG(status.st_mode):
         raise CorruptCheckpoint(f"{os.fspath(path)} is not a regular file", path=os.fspath(path))

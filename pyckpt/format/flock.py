@@ -1,4 +1,4 @@
-"""Advisory locks of files, between processes and, where the file system has them, machines."""
+"""Advisory file locks between processes, and between machines if the file system supports them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ _logger = logging.getLogger("pyckpt")
 
 @contextmanager
 def trying(descriptor: int, *, shared: bool = False) -> Iterator[bool]:
-    """Lock an open file while the block runs; False where another holds it. Does not wait.
+    """Lock an open file while the block runs. Yields False if another process holds the lock. Does
+    not wait.
 
-    True also where the file system has no locks. The lock goes with the process that holds it, or
-    with the last of those that were forked while it was held. NFS gives exclusive locks for
-    descriptors only that could write.
+    Yields True if the file system has no locks. The lock ends with the process that holds it, or
+    with the last process that was forked meanwhile. NFS gives exclusive locks only to descriptors
+    that can write.
     """
     how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     held = mine = True
@@ -33,6 +34,6 @@ def trying(descriptor: int, *, shared: bool = False) -> Iterator[bool]:
         yield mine
     finally:
         if held:
-            # Not left to the descriptor's end: a process that was forked meanwhile has it, too.
+            # Closing the descriptor is not enough: a process forked meanwhile also has it.
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)

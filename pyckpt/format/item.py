@@ -1,9 +1,9 @@
-"""Where a tensor's raw bytes lie inside what ``torch.save`` wrote.
+"""Locates a tensor's raw bytes inside an item that ``torch.save`` wrote.
 
-Files that pyckpt wrote say so in their metadata. For others the zip archive that each item is tells
-it: its central directory has the place and the checksum of each record, and the pickle among them
-describes the tensor. Both are small and at the ends of the item, so they are read alone, and
-tensors alike (of one dtype and shape, by one version of torch) are parsed once.
+Metadata that pyckpt wrote has their places. In other checkpoints each item is a zip archive: its
+central directory has the place and the checksum of each record, and one record is a pickle that
+describes the tensor. Both are small and at the ends of the item, so only these are read. Equal
+tensors (of one dtype and shape, by one version of torch) are parsed once.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pyckpt.format.sealed import Sealed, scan
 
 __all__ = ["HEAD_BYTES", "TAIL_BYTES", "Locator", "Payload", "has_its_checksums", "is_dense"]
 
-# What has to be read of an item, from its first and before its last byte; with any torch so far,
-# half of it holds what is needed.
+# Bytes to read at the start and at the end of an item. All versions of torch so far need at most
+# half of them.
 HEAD_BYTES = 2048
 TAIL_BYTES = 2048
 _DEPTH_MAX = 20
@@ -45,14 +45,14 @@ class Payload(NamedTuple):
     stride: tuple[int, ...]
     """In elements."""
     crc32: int | None
-    """CRC-32 of the bytes, where it is known."""
+    """CRC-32 of the bytes; None if it is not known."""
 
 
 def has_its_checksums(item: bytes | bytearray) -> bool | None:
-    """Whether the records of a whole item have the checksums that its archive tells; None where it
-    is no archive, or was written without (``torch.serialization.set_crc32_options``).
+    """Whether the records of a whole item match the checksums in its archive; None if it is no
+    archive, or was written without checksums (``torch.serialization.set_crc32_options``).
 
-    ``torch.load`` does not look at them.
+    ``torch.load`` does not check them.
     """
     if item[:4] != b"PK\3\4":
         return None
@@ -61,7 +61,8 @@ def has_its_checksums(item: bytes | bytearray) -> bool | None:
             records = archive.infolist()
             if not any(record.CRC for record in records):
                 return None
-            # What torch takes for a directory it does not read, and leaves a tensor uninitialised.
+            # torch does not read a record that it takes for a directory, and would leave the tensor
+            # uninitialised.
             return archive.testzip() is None and not any(
                 record.external_attr & _DIRECTORY for record in records
             )
@@ -70,12 +71,12 @@ def has_its_checksums(item: bytes | bytearray) -> bool | None:
 
 
 class _Shape(NamedTuple):
-    """A payload of some item, for items that are alike."""
+    """The payload of an item, for all equal items."""
 
     payload: Payload
     prefix: bytes
     crc_at: int | None
-    """Of the checksum, in the tail."""
+    """Offset of the checksum in the tail."""
 
 
 class Locator:
@@ -85,7 +86,7 @@ class Locator:
         self._known: dict[tuple[int, bytes], _Shape] = {}
 
     def locate(self, head: bytes, tail: bytes, length: int) -> Payload | None:
-        """The payload of an item, or None where the item is not one plain, dense tensor.
+        """The payload of an item, or None if the item is not one plain, dense tensor.
 
         Args:
             head: the first ``HEAD_BYTES`` bytes of the item, or all of a shorter one.
@@ -97,7 +98,7 @@ class Locator:
         if shape is None or not head.startswith(shape.prefix):
             try:
                 shape = _parse(head, tail, length)
-            # An archive that is damaged, or none, can fail in any way that zipfile and pickle can.
+            # Damaged bytes can raise any error of zipfile and pickle.
             except Exception:
                 return None
             self._known[key] = shape
@@ -108,7 +109,7 @@ class Locator:
 
 
 class _Sparse(io.RawIOBase):
-    """A file of which only both ends are known."""
+    """A file of which only the start and the end are known."""
 
     def __init__(self, head: bytes, tail: bytes, length: int) -> None:
         self.head, self.tail, self.length = head, tail, length
@@ -157,7 +158,7 @@ def _parse(head: bytes, tail: bytes, length: int) -> _Shape:
     ):
         raise ValueError("not a tensor")
     dtype, count = tensor.storage
-    if data[0].header_offset < 0:  # zipfile allows for bytes before the archive, and for none too
+    if data[0].header_offset < 0:  # zipfile adapts offsets to bytes before the archive, or missing
         raise ValueError("the tensor's record is before the item's first byte")
     magic, name_length, extra_length = _LOCAL.unpack_from(head, data[0].header_offset)
     offset = data[0].header_offset + _LOCAL.size + name_length + extra_length
@@ -186,7 +187,7 @@ class _Tensor(NamedTuple):
 
 
 def _is_whole(tensor: _Tensor, count: int) -> bool:
-    """Whether the elements cover the storage, each once."""
+    """Whether the elements cover the storage without gaps and overlaps."""
     return math.prod(tensor.shape) == count and is_dense(tensor.shape, tensor.stride)
 
 
@@ -204,7 +205,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-# What a file names it may also set attributes of: these are classes that have none to set.
+# A file may set attributes of the classes that it names, so these stand-ins have none to set.
 
 
 class _RebuildV2(metaclass=Sealed):
@@ -251,7 +252,7 @@ class _RebuildV3(metaclass=Sealed):
 
 
 class _Hooks(metaclass=Sealed):
-    """Stands for the ``OrderedDict`` of a tensor's hooks, which nobody saves."""
+    """Stands for the ``OrderedDict`` of a tensor's hooks, which are never saved."""
 
     __slots__ = ()
 

@@ -1,8 +1,8 @@
-"""The path of a key in the state that was saved: what DCP's planner records for it.
+"""The path of a key in the saved state, as DCP's planner records it.
 
-DCP names a value by its path joined with dots, which does not tell ``{"a.b": x}`` from
-``{"a": {"b": x}}``, nor a dict from a list. The path does; everything that puts saved values back
-into a structure goes by it, and by the one reading of it that is here.
+DCP names a value by its path joined with dots. Such a name is the same for ``{"a.b": x}`` and
+``{"a": {"b": x}}``, and for a dict and a list. The path tells them apart. All code that puts saved
+values back into a structure reads paths with this module.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ Path: TypeAlias = tuple[str | int, ...]
 """Keys of dicts are strings, as DCP makes all of them; an int is the index in a list."""
 
 DEPTH_MAX = 256
-# DCP records nothing for an empty dict, so a list may be longer than what is known of it; without a
-# bound, an index would be an allocation.
+# DCP records nothing for an empty dict, so a list may be longer than its known entries. Without a
+# bound, a large index would allocate a large list.
 _GAPS_FREE = 1 << 16
 _GAPS_PER_KEY = 64
 
 
 def recorded_path(metadata: Metadata, key: str) -> Path | None:
-    """The path of a key as it was recorded; None where none was."""
+    """The recorded path of a key; None if none was recorded."""
     recorded = metadata.planner_data
     path = recorded.get(key) if isinstance(recorded, Mapping) else None
     return tuple(path) if isinstance(path, tuple | list) else None
 
 
 def path_of(metadata: Metadata, key: str) -> Path:
-    """The path of a key; the key itself where none was recorded."""
+    """The path of a key; the key itself if none was recorded."""
     return recorded_path(metadata, key) or (key,)
 
 
@@ -46,7 +46,7 @@ def check_paths(metadata: Metadata) -> None:
 
     Raises:
         ValueError: one is no path, or is deeper than ``DEPTH_MAX``; or lists are far longer than
-            the keys explain.
+            the number of keys justifies.
     """
     recorded = metadata.planner_data
     if not isinstance(recorded, Mapping):

@@ -1,13 +1,13 @@
-"""Plain values in the bytes that ``torch.save`` writes, without ``torch.save``.
+"""Encodes plain values to the bytes that ``torch.save`` writes, and decodes them, but faster.
 
-A checkpoint of thousands of numbers is thousands of archives, each of which ``torch.save`` builds
-and ``torch.load`` takes apart record by record. The archive of a value differs from that of another
-whose pickle is as long in the pickle and its checksums alone; so the archive is made once a length
-(`pyckpt.format.envelope`), and read by comparing it with the one that belongs there.
+A checkpoint of thousands of numbers has thousands of archives, each of which ``torch.save`` builds
+and ``torch.load`` parses record by record. The archives of two values whose pickles have the same
+length differ only in the pickle and its checksums. So the archive is made once for each length
+(`pyckpt.format.envelope`), and an item is decoded by comparing its archive with that one.
 
-A value is plain where its pickle names nothing: numbers, strings, None, and tuples, lists and dicts
-of such. The pickle of all else, and whatever was written by another version of torch, is for
-``torch.save`` and ``torch.load``.
+A value is plain if its pickle names no class: numbers, strings, None, and tuples, lists and dicts
+of these. ``torch.save`` and ``torch.load`` handle other values, and items that another version of
+torch wrote.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _logger = logging.getLogger("pyckpt")
 
 _PICKLE = "data.pkl"
 _PROTOCOL = 2  # torch.serialization.DEFAULT_PROTOCOL
-# A pickle is built in memory twice; beyond this, the archive's cost is none.
+# A pickle is built in memory twice. For larger ones, the cost of the archive does not matter.
 _BYTES_MAX = 1 << 20
-# As deep as pickle goes in a program that has not raised its limit.
+# As deep as pickle goes in a program that has not raised Python's recursion limit.
 _DEPTH_MAX = 1000
 _ATOMS = frozenset((int, float, bool, str, type(None)))
 _SAMPLES: tuple[Any, ...] = (0, 1.5, "ü" * 40, [None, True, {"key": (1, 2**70)}], "x" * 1000)
@@ -55,10 +55,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def encode(value: Any) -> bytes:
-    """What ``torch.save(value, file)`` writes.
+    """The bytes that ``torch.save(value, file)`` writes.
 
     Raises:
-        NotPlain: the value, or something in it, is no plain value, or a very large one.
+        NotPlain: the value is not plain, or very large.
         RecursionError: it is nested deeper than pickle can go.
     """
     if type(value) in _ATOMS:
@@ -75,10 +75,10 @@ def encode(value: Any) -> bytes:
 
 
 def decode(item: bytes | memoryview) -> Any:
-    """The value in an item that `encode` made. All bytes of the item are looked at.
+    """The value in an item that `encode` made. All bytes of the item are compared.
 
     Raises:
-        NotPlain: the item is another, of whatever kind.
+        NotPlain: `encode` did not make the item.
     """
     if not _is_known():
         raise NotPlain
@@ -118,7 +118,7 @@ def _records() -> tuple[str, list[Record]]:
 
 @cache
 def _is_known() -> bool:
-    """Whether this version of torch writes what is written here."""
+    """Whether this version of torch writes the same bytes."""
     try:
         for value in _SAMPLES:
             file = io.BytesIO()

@@ -1,4 +1,5 @@
-"""What a pickle gets to hold in the place of a class or function, and the cost of reading it."""
+"""Stand-ins for classes and functions that a pickle names, and a check of the cost of reading one.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +11,24 @@ from pyckpt import _C
 
 __all__ = ["Sealed", "scan"]
 
-# Hashing what is of many times a pickle's size is not what reading it takes; a key is met in a few
-# places, in a file that names it once.
+# Reading an honest pickle does not hash many times its size: a key that it names once is used in a
+# few places.
 _WORK_PER_BYTE = 64
 
 
 class Sealed(type):
-    """Metaclass of stand-ins: pickle's BUILD may set attributes of what a file names, so what it
-    names must have none that can be set."""
+    """Metaclass of stand-ins. pickle's BUILD sets attributes of an object that a file names, so the
+    attributes of a stand-in cannot be set."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise pickle.UnpicklingError(f"sets the attribute {name!r} of a class")
 
 
 def scan(data: Buffer, *, depth: int) -> int:
-    """Go through the pickle that ``data`` begins with, and make nothing. Returns its length.
+    """Scan the pickle at the start of ``data`` without making objects. Returns its length in bytes.
 
     Raises:
-        ValueError: it is damaged, nested deeper than ``depth``, or takes more memory or time to
-            read than its size explains.
+        ValueError: it is damaged, nested deeper than ``depth``, or would take more memory or time
+            to read than its size justifies.
     """
     return _C.scan_pickle(data, depth=depth, work_per_byte=_WORK_PER_BYTE)

@@ -1,4 +1,4 @@
-"""Arguments, checked where they are passed: a wrong one would act, or fail, much later."""
+"""Checks arguments when they are passed, since a wrong one would act, or fail, much later."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 __all__ = ["directory_of", "metrics_of", "state_of", "step_of", "timeout_of", "whole"]
 
-# One letter and a colon is a name; and paths make one slash of two.
+# One letter and a colon is a file's name. `Path` makes one slash of two.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def whole(name: str, value: Any, *, least: int) -> int:
-    """A whole number of at least so much.
+    """A whole number of at least ``least``.
 
     Raises:
-        TypeError: it is something else, such as 2.5.
+        TypeError: it is no whole number, such as 2.5.
         ValueError: it is less.
     """
     try:
@@ -57,7 +57,7 @@ def state_of(state: Any) -> Mapping[str, Any]:
 
 
 def metrics_of(metrics: Any) -> Mapping[str, Any]:
-    """Metrics, by name; none for None. Numbers are not looked at: they may be on a GPU.
+    """Metrics, by name; empty for None. Values are not read, since they may be on a GPU.
 
     Raises:
         TypeError: it is no mapping of strings to numbers.
@@ -88,8 +88,8 @@ def timeout_of(timeout: float | timedelta | None) -> timedelta | None:
 
 
 def directory_of(path: str | os.PathLike[str]) -> Path:
-    """The absolute path of a directory; absolute, so that a change of the working directory does no
-    harm. ``~`` is the home directory.
+    """The absolute path of a directory, which does not depend on later changes of the working
+    directory. ``~`` is the home directory.
 
     Raises:
         TypeError: it is no path, or one of bytes.

@@ -13,7 +13,7 @@ __all__ = ["Policy"]
 
 @dataclass(frozen=True)
 class Policy:
-    """When a save is due. The three may be combined; any of them will do.
+    """When a save is due: if any of the three conditions holds.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -36,12 +36,12 @@ class Policy:
             raise TypeError(f"{self.save_when = } must be a function of a step.")
 
     def due_at(self, step: int) -> bool:
-        """Whether the step alone says so: every rank answers this for itself, and alike."""
+        """Whether a save is due by the step alone, which is the same on every rank."""
         if self.every_steps is not None and step % self.every_steps == 0:
             return True
         return self.save_when is not None and bool(self.save_when(step))
 
     def due_after(self, seconds: float) -> bool:
-        """Whether the time since the last save says so. Clocks of ranks differ, so one rank
-        answers for all."""
+        """Whether a save is due by the time since the last save. Clocks of ranks differ, so one
+        rank decides for all."""
         return self.every_minutes is not None and seconds >= 60 * self.every_minutes

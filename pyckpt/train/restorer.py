@@ -37,7 +37,7 @@ class LoadOptions:
     """How to load, as for ``AppState.load``.
 
     Raises:
-        ValueError: an option is none of those that there are.
+        ValueError: an option has an unknown value.
     """
 
     missing: Literal["error", "keep"] = "error"
@@ -57,11 +57,11 @@ class LoadOptions:
 
 
 class Restorer:
-    """Finds what all ranks can load, and loads it.
+    """Finds a checkpoint that all ranks can load, and loads it.
 
     Attributes:
         report: of the last load, on this rank.
-        distrusted: steps whose checkpoints look valid and proved corrupt.
+        distrusted: steps of checkpoints that look valid but proved corrupt.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Restorer:
             limit = found.step - 1
 
     def _refuse_unusable(self, state: Mapping[str, Any], options: LoadOptions) -> None:
-        """Raise for objects that could not be saved, and options that are none, also where there is
+        """Raise for objects that could not be saved, and for wrong options, even if there is
         nothing to restore."""
         failure: Exception | None = None
         try:
@@ -151,11 +151,11 @@ class Restorer:
     def _load(
         self, found: CheckpointInfo, state: Mapping[str, Any], options: LoadOptions
     ) -> Exception | None:
-        """Load a checkpoint on all ranks; return why it cannot be read, the same on all of them.
-        What may pass is tried again, by all of them.
+        """Load a checkpoint on all ranks. If it is damaged, return the error, on all ranks. After a
+        transient error, all ranks try again.
 
         Raises:
-            Exception: what has other reasons.
+            Exception: an error that has other causes than the checkpoint.
         """
         for delay in (*DELAYS, None):
             failure = self._try(found, state, options)
@@ -181,14 +181,14 @@ class Restorer:
     def _try(
         self, found: CheckpointInfo, state: Mapping[str, Any], options: LoadOptions
     ) -> Exception | None:
-        """Load a checkpoint on all ranks; return why it failed on this one."""
+        """Load a checkpoint on all ranks; return the error of this one."""
         failure: Exception | None = None
         with ExitStack() as held:
             try:
                 held.enter_context(reading(found.path))
             except OSError as error:
                 failure = error
-            # None may begin to load, which is collective, where one cannot.
+            # Loading is collective, so no rank may begin if one cannot.
             if not self._ranks.largest(int(failure is not None)):
                 try:
                     reader = DirectReader(found.path, direct=self._direct, engine=self._engine)
@@ -207,7 +207,8 @@ class Restorer:
         return failure
 
     def _check(self, found: CheckpointInfo, report: LoadReport, metadata: Metadata) -> LoadReport:
-        """Compare the checksums of what ranks read in part. All read a share of it, as a whole."""
+        """Compare the checksums of items that ranks read in part. Each rank reads a share of these
+        items as a whole."""
         keys = sorted({index.fqn for index in metadata.storage_data or {}})
         doubtful = self._ranks.on_any(keys, set(report.not_verified))
         if not doubtful:
@@ -226,7 +227,7 @@ class Restorer:
         return replace(report, not_verified=[key for key in report.not_verified if key in without])
 
     def _raise_if_damaged(self) -> None:
-        """To start again from nothing, because everything is damaged, is not for us to decide."""
+        """Raise if all checkpoints are damaged: pyckpt must not decide to start from nothing."""
         entries = self._together(self._catalog.entries, "looking for checkpoints")
         damaged = [entry for entry in entries if entry.state == "damaged"]
         if self._ranks.largest(len(damaged)):
@@ -269,7 +270,7 @@ class Restorer:
         try:
             newer = [step for step in self._catalog.steps() if step > found.step]
             entries = [self._catalog.examine(step) for step in reversed(newer)]
-        except OSError as error:  # the other ranks are through
+        except OSError as error:  # do not raise: the other ranks have finished restoring
             _logger.warning("cannot tell what is newer than %s: %s", found.path, error)
             return
         for entry in entries:
@@ -284,5 +285,5 @@ class Restorer:
                 _logger.warning("passed over %s", entry)
 
     def _together(self, step: Callable[[], T], doing: str) -> T:
-        """Take a step on each rank, which fails on all if it fails on one."""
+        """Run a function on each rank. It fails on all ranks if it fails on one."""
         return together(step, process_group=self._ranks.work, doing=doing)

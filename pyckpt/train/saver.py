@@ -1,4 +1,4 @@
-"""Saves in the background, one at a time."""
+"""`Saver`: makes saves in the background, one at a time."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ _logger = logging.getLogger("pyckpt")
 
 
 class Saver:
-    """Starts saves, and knows how they ended. All ranks start the same saves.
+    """Starts saves, and records how they ended. All ranks start the same saves.
 
-    A rank takes part in every save that it was called for, if only to say that it fails there: were
-    it to stay away, the others would wait for it, and take its next save for this one. So the
-    thread that saves is there from the beginning.
+    A rank takes part in every save that it is called for, even if only to report that it fails.
+    Otherwise the others would wait for it, and take its next save for this one. So the thread that
+    saves is started at the beginning.
 
-    For one thread, but for the counts, which any may read.
+    For one thread, except for the counts, which any thread may read.
 
     Args:
-        catalog: where they go.
-        ranks: who saves together.
-        fence: which job may save there.
+        catalog: of the directory to save into.
+        ranks: the ranks that save together.
+        fence: says which job may save there.
         direct: whether writing bypasses the page cache, as for `DirectWriter`.
         engine: the memory and threads to use; by default those that everyone shares.
         on_commit: called with each save that was committed, by the thread that committed it.
 
     Attributes:
-        started, ended: how many saves were, ended ones whether well or badly.
-        failed: the number of the last save that failed, 1 for the first of all.
+        started, ended: how many saves have started, and how many have ended or failed.
+        failed: the number of the last save that failed; the first save has the number 1.
         failures: how many failed.
         writing: steps whose directories are being written.
         handle: the last save.
@@ -74,7 +74,7 @@ class Saver:
         self._direct: Direct = direct
         self._engine = engine
         self._on_commit = on_commit
-        # Kept from save to save, for what they remember of the state.
+        # Kept from save to save, since both remember properties of the state.
         self._planner = SavePlanner()
         self._stager = PinnedStager(engine=engine)
         self._thread = self._new_thread()
@@ -82,7 +82,7 @@ class Saver:
         # Directories of saves that failed, and the data files that they may have left there; kept
         # by the rank that commits.
         self._remains: dict[Path, set[str]] = {}
-        self._told = 0  # the last failure that was raised
+        self._told = 0  # number of the last failed save whose error was raised
         self._failure: BaseException | None = None
         self._lock = fork_safe_lock()
         self.started = 0
@@ -91,7 +91,7 @@ class Saver:
         self.failures = 0
         self.writing: set[int] = set()
         self.handle: SaveHandle | None = None
-        self._current: ReportingWriter | None = None  # that of the last save
+        self._current: ReportingWriter | None = None  # of the last save
 
     @property
     def busy(self) -> bool:
@@ -99,7 +99,7 @@ class Saver:
         return self.handle is not None and not self.handle.committed.done()
 
     def counts(self) -> tuple[int, int]:
-        """How many saves ended, and the number of the last that failed; of one moment."""
+        """How many saves ended, and the number of the last that failed, read under the lock."""
         with self._lock:
             return self.ended, self.failed
 
@@ -109,13 +109,13 @@ class Saver:
             wait_for([self.handle.committed])
 
     def wait_staged(self) -> None:
-        """Make what the program does next wait until it may change the state."""
+        """Make the program's next work wait until it may change the state."""
         if self._current is not None:
             self._current.wait_staged()
 
     def close(self) -> None:
-        """Let go of what staging takes, and of what failed saves left. Call it when no save is
-        under way."""
+        """Release the memory of staging, and remove the files that failed saves left. Call it when
+        no save is under way."""
         self._thread.shutdown()
         if self._remains:
             try:
@@ -126,14 +126,14 @@ class Saver:
         self._stager.close()
 
     def raise_failure(self, failed: int | None = None) -> None:
-        """Raise why the save of a number, default the last that failed, did; once for each."""
+        """Raise the error of a failed save, by number; by default of the last. Once for each."""
         failed = self.failed if failed is None else failed
         if failed > self._told:
             self._told = failed
             raise self._failure or SaveError("a save failed on another rank")
 
     def untold(self) -> BaseException | None:
-        """The failure that was not raised yet."""
+        """The last error, if it was not raised yet."""
         return self._failure if self.failed > self._told else None
 
     def start(
@@ -145,15 +145,15 @@ class Saver:
         final: bool,
         overwrite: bool,
     ) -> SaveHandle:
-        """Start to save. Waits for a save that is under way. Raises nothing but interrupts: the
-        handle does."""
+        """Start to save. Waits for a save that is under way. Errors go to the handle; only
+        interrupts are raised here."""
         self.wait()
         self._overwrite = overwrite
         handle = SaveHandle(step, self._catalog.path(step))
         number = self.started + 1
         done: Future[None] = Future()
         done.add_done_callback(lambda done: self._end(number, handle, done))
-        # An interrupt may come at any line, and what waits for the save must see an end of it.
+        # An interrupt may come at any line, and those who wait for the save must see it end.
         turn = threading.Lock()
         try:
             self.started = number
@@ -170,7 +170,7 @@ class Saver:
     def _decline(
         self, handle: SaveHandle, done: Future[None], turn: threading.Lock, error: BaseException
     ) -> None:
-        """Take part in a save only to say that it fails; unless it is on its way."""
+        """Take part in a save only to report that it fails, unless its thread has begun it."""
         failure = error if isinstance(error, Exception) else SaveError(f"interrupted: {error!r}")
 
         def fail() -> None:
@@ -184,9 +184,9 @@ class Saver:
             raise
 
     def _in_thread(self, task: Callable[[], None]) -> None:
-        """Run a task in the thread that saves; or in this one, where there is none to be had. A
-        task takes its turn, so it may well be given to both."""
-        if self._pid != os.getpid():  # the thread is that of the process which this one is of
+        """Run a task in the thread that saves, or in this thread if that cannot be started. A task
+        takes its turn first, so giving it to both threads does no harm."""
+        if self._pid != os.getpid():  # a forked process does not have its parent's thread
             self._thread = self._new_thread()
         try:
             self._thread.submit(task)
@@ -206,12 +206,13 @@ class Saver:
     def _tree(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], final: bool
     ) -> dict[str, Any]:
-        """What is saved, on this rank."""
+        """The state dict to save on this rank."""
         if NOTE_KEY in state:
             raise ValueError(f"the name {NOTE_KEY!r} is taken, by what a checkpoint says of itself")
         objects = AppState(state, process_group=self._ranks.work)
         tree = objects.state_dict()
-        # What these change in place, nothing else does: it is copied while training goes on.
+        # Only these optimizers change their parameters and state, so those are copied during
+        # training.
         if objects.optimizers != self._stager.optimizers:
             self._stager.close()
             self._stager = PinnedStager(optimizers=objects.optimizers, engine=self._engine)
@@ -240,10 +241,10 @@ class Saver:
     def _launch(
         self, handle: SaveHandle, done: Future[None], turn: threading.Lock, tree: dict[str, Any]
     ) -> None:
-        """Stage a state, and save it in a thread; the one place that knows how.
+        """Stage a state, and save it in a thread.
 
-        Does what ``async_save`` does, and besides can be interrupted: the thread begins only where
-        it is the first to take its ``turn``, and so who takes that before knows that it never will.
+        This does what ``async_save`` does, and can be interrupted: the thread only begins if it is
+        the first to take ``turn``. If another thread takes the turn before, the save never begins.
         """
         writer = self._writer(handle)
         staged_tree = writer.stage(tree)
@@ -282,7 +283,7 @@ class Saver:
         except CheckpointException as error:
             failure = error
         except BaseException as error:
-            # Not in what the ranks do, of which they tell each other, but where they meet.
+            # The error is not one rank's, which DCP would send to all: the collective failed.
             failure = error
             if self._ranks.size > 1:
                 failure = self._ranks.lose(error, f"saving {handle.path}")
@@ -296,9 +297,9 @@ class Saver:
                 done.set_exception(failure)
 
     def _remove_remains(self, begun: Path | None = None) -> None:
-        """Remove what this Checkpointer's failed saves left, so that a full disk has its room
-        again: before a save writes, which has begun in a directory that was swept; and at the
-        end."""
+        """Remove the files that this Checkpointer's failed saves left, to make room on a full disk.
+        Called at the end, and before a save writes, whose own directory (``begun``) was swept
+        already."""
         while self._remains:
             path, files = self._remains.popitem()
             if path != begun:
@@ -324,24 +325,24 @@ class Saver:
             if self._ranks.rank == 0 and self._current is not None:
                 files = self._remains.setdefault(handle.path, set())
                 files |= self._current.files
-            self._stager.take_failure()  # which would make the next save fail: we tell of it here
+            self._stager.take_failure()  # or the next save would raise the same error again
             handle.fail(failure)
             return
         try:
             self._on_commit(handle)
-            self._written(handle)  # a rank that had nothing to write did not say so
+            self._written(handle)  # a rank that had nothing to write has not reported it
         except Exception:
             _logger.exception("%s is committed; what comes after that failed", handle.path)
         handle.reached("committed", handle.path)
 
     def _failure_of(self, error: BaseException, handle: SaveHandle) -> BaseException:
-        """What to tell of what DCP raised."""
+        """The error to report for an error that DCP raised."""
         doing = f"saving {handle.path}"
         if isinstance(error, CheckpointException):
             alone = self._ranks.size == 1
             try:
                 return error_of(error, alone=alone, kind=SaveError, doing=doing)
-            except Exception as other:  # errors of others may be anything, and do anything
+            except Exception as other:  # foreign errors may raise when they are shown
                 error = other
         if isinstance(error, OSError | PyckptError) or not isinstance(error, Exception):
             return error

@@ -1,4 +1,4 @@
-"""What is saved at which step. Decided on the training thread, on all ranks alike."""
+"""Decides at which steps to save, on the training thread, and equally on all ranks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Schedule:
     Args:
         policy: which steps are due.
         when_busy: what to do if a save is due while another is under way; see ``Checkpointer``.
-        overwrite: whether a save replaces a checkpoint of its step, unless the call says.
-        best_by: the metric that decides which checkpoints are kept, if one does.
+        overwrite: whether a save replaces a checkpoint of its step, unless the call has its own.
+        best_by: the metric by which the best checkpoints are kept, if any.
         saver, requests, agreement, ranks, stopwatch: of the Checkpointer.
 
     Attributes:
@@ -56,11 +56,12 @@ class Schedule:
         self._agreement = agreement
         self._ranks = ranks
         self._stopwatch = stopwatch
-        self._step: int | None = None  # the last one that was told
-        self._saved: SaveHandle | None = None  # the last save, of what was not restored over since
+        self._step: int | None = None  # of the last call of `step`
+        self._saved: SaveHandle | None = None  # the last save since the last restore
         self._calls = 0  # of `step`
         self._owed = False  # whether the last save that was due was left out
-        self._last: tuple[int, Mapping[str, Any], Mapping[str, float]] | None = None  # if so
+        # If so, the arguments of the last call of `step`.
+        self._last: tuple[int, Mapping[str, Any], Mapping[str, float]] | None = None
         self.stop_requested = False
         self.skipped = 0
 
@@ -73,14 +74,14 @@ class Schedule:
         self._stopwatch.enter(self._saver.busy)
         handle = None
         try:
-            # Not by the step, which is smaller again after an older one was restored.
+            # Counted by calls, since steps get smaller when an older one is restored.
             self._calls += 1
             facts = self._agreement.at(self._calls)
             stopping = facts.stops > 0 and not self.stop_requested
             if stopping:
                 self.stop_requested = True
             else:
-                # If the ranks cannot agree any more, each tells of what it knows.
+                # If the ranks can no longer agree, each raises the failures that it knows.
                 self._saver.raise_failure(None if self._ranks.lost else facts.failed)
             self._step = step
             if self._owed:
@@ -95,7 +96,7 @@ class Schedule:
                 return self._saved  # `save` was called for this step
             busy = facts.saved < self._saver.started
             if busy and not stopping and self._when_busy == "skip":
-                if due:  # what was only requested is saved as soon as that can be
+                if due:  # a request stays, and is served by a later call
                     self._tell_skipped(step)
                     self._owed, self._last = True, (step, state, metrics)
                 return None
@@ -127,14 +128,14 @@ class Schedule:
         return handle
 
     def go_back(self, step: int) -> None:
-        """The state is that of a step again."""
+        """The state of a step was restored."""
         if self._step is not None:
             self._step = min(self._step, step)
-        self._saved = None  # of a state that is no more
+        self._saved = None  # its state was replaced
         self._owed, self._last = False, None
 
     def save_owed(self) -> None:
-        """Training ends: save what the last `step` was given, if a save before it was left out."""
+        """Training ends: save the state of the last `step`, if a save before it was left out."""
         if self._last is not None and self._ranks.lost is None:
             self._start(*self._last)
 

@@ -32,7 +32,7 @@ from pyckpt.train.state.saved import Path, Policy, Rank, tree
 
 __all__ = ["AppState"]
 
-# What reads data is at another place of it on each rank.
+# Objects that read data, since each rank reads at another place.
 _PER_RANK = (torch.utils.data.DataLoader, torch.utils.data.Dataset, torch.utils.data.Sampler)
 _PER_RANK_PACKAGES = ("torchdata",)
 
@@ -48,10 +48,10 @@ class AppState:
     - Plain values: numbers, strings, None, tensors, numpy arrays, and dicts, lists, tuples and sets
       of them.
 
-    All but what is per rank must be the same on all ranks, or DTensors; one rank's is saved.
+    Other values than those per rank must be DTensors, or equal on all ranks: one rank's are saved.
 
     Args:
-        objects: by name. Not copied: what is in it counts when a method is called.
+        objects: by name. Not copied: each method uses the present content.
         process_group: the ranks that save and load together, default all.
     """
 
@@ -66,11 +66,11 @@ class AppState:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those in the state."""
+        """The optimizers in the state."""
         return [one for one in self._objects.values() if isinstance(one, torch.optim.Optimizer)]
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save: the live tensors, in dicts by name. Collective where an object makes it so
+        """The state to save: the live tensors, in dicts by name. Collective if some objects are
         (FSDP1 modules, consolidated metrics).
 
         Raises:
@@ -81,11 +81,11 @@ class AppState:
         return {entry.name: states[entry.name] for entry in entries}
 
     def check(self, *, keep: Sequence[str] = ()) -> None:
-        """Raise what ``state_dict`` would, as far as can be told beforehand: better now than at the
-        first save, hours later. Without communication.
+        """Raise the errors of ``state_dict`` that can be found early, rather than at the first
+        save, hours later. Does not communicate.
 
         Args:
-            keep: what ``load`` will be told.
+            keep: as ``load`` will get it.
 
         Raises:
             TypeError: as ``state_dict``.
@@ -111,36 +111,37 @@ class AppState:
         """Restore the objects from a checkpoint, saved on any number of ranks. Collective.
 
         Modules and optimizers keep their tensors, their devices and their flags. Plain dicts and
-        lists are filled in place; any other plain value is written into the ``objects``. What is in
-        the checkpoint under other names is left alone.
+        lists are filled in place; any other plain value is written into the ``objects``. Saved
+        objects under other names are not loaded.
 
         Args:
             reader: of the checkpoint.
             missing: what to do about objects, parameters, metrics, and keys of plain dicts that
                 the checkpoint does not have: raise a `LoadError`, or "keep" them as they are.
-            keep: what is to stay as it is in ``objects``, whatever was saved: names of objects, and
-                of values in plain dicts ("config.total_epochs").
+            keep: names of objects, and of values in plain dicts ("config.total_epochs"), that stay
+                as they are in ``objects``.
             unexpected: what to do about parameters, optimizer state and metrics that the
-                checkpoint has and the objects have not: raise a `LoadError`, or "ignore" them.
+                checkpoint has and the objects lack: raise a `LoadError`, or "ignore" them.
             mismatched: what to do about parameters and buffers that have another shape in the
-                checkpoint: raise a `LoadError`, or "keep" them, and what optimizers have of them.
+                checkpoint: raise a `LoadError`, or "keep" them and their optimizer state.
             rename: called with each key of the checkpoint (``"model.head.weight"``), returns the
-                key that it has in the state; the same where it is called the same. What is said of
-                a parameter of a module goes for its optimizer state too.
+                key that it has in the state, which may be the same. A new name of a module's
+                parameter also applies to its optimizer state.
             allow: as for `pyckpt.load`.
-            check: called once everything is read, with what this rank loaded and the checkpoint's
-                metadata, before any ``load_state_dict``; raises on all ranks, or on none.
+            check: called when everything is read, before any ``load_state_dict``, with the report
+                of this rank and the checkpoint's metadata; raises on all ranks, or on none.
 
         Returns:
-            What this rank loaded.
+            The report of this rank.
 
         Raises:
             TypeError: ``objects`` cannot be written to, and has plain values.
-            ValueError: a name to ``keep`` is none of an object or of a value in a plain dict.
-            Exception: as `pyckpt.load`; on all ranks alike. ``LoadError`` also for objects that
-                cannot be brought from one number of ranks to another, and for what an object's own
-                ``load_state_dict`` raises; an ``OSError`` is always of the checkpoint's files.
-                Before that, nothing is changed by errors that the checkpoint's metadata tell of.
+            ValueError: a name to ``keep`` is neither that of an object nor of a value in a plain
+                dict.
+            Exception: as `pyckpt.load`, on all ranks alike. ``LoadError`` also for objects that
+                cannot be brought from one number of ranks to another, and for errors of an object's
+                own ``load_state_dict``. An ``OSError`` always concerns the checkpoint's files. For
+                errors that the checkpoint's metadata shows, nothing has been changed.
         """
         policy = Policy(missing, unexpected, mismatched)
         flat = any(is_fsdp1(module) for module in self._modules().values())
@@ -235,8 +236,8 @@ class AppState:
 
 
 class _Plan:
-    """What one rank is to load, by the checkpoint's metadata; ``spared`` are the names of objects
-    that are not."""
+    """The plan of one rank's load, by the checkpoint's metadata. ``spared`` are the names of
+    objects that are not loaded."""
 
     def __init__(
         self,
@@ -274,7 +275,8 @@ class _Plan:
         self.entries = [entry for entry in entries if entry.name in saved]
         self.states = {}
         mismatched: set[int] = set()
-        # Which parameters stay as they are is for modules to say, and for optimizers to know.
+        # Modules come first: they decide which parameters stay as they are, and optimizers keep the
+        # state of these.
         for entry in sorted(self.entries, key=_turn):
             with _blamed_on(entry.name, OSError):
                 if isinstance(entry, OptimizerEntry):
@@ -294,8 +296,8 @@ class _Plan:
         self.reader: Any = _Narrowed(reader, replace(metadata, state_dict_metadata=wanted))
 
     def settle(self, found: Mapping[str, Any]) -> None:
-        """Apply the policy to keys of plain dicts that were not saved, by what is known of those
-        that were: the checkpoint's metadata first, then all that was loaded."""
+        """Apply the policy to keys of plain dicts that were not saved. ``found`` are the saved
+        keys: those in the metadata at first, and later all that were loaded."""
         self.kept = [
             key
             for entry in self.entries
@@ -319,7 +321,7 @@ class _Plan:
 
 
 class _Narrowed:
-    """A reader that has read its metadata, and shows what this rank is to load of it."""
+    """A reader with metadata that is reduced to the items that this rank loads."""
 
     def __init__(self, reader: StorageReader, metadata: Metadata) -> None:
         self._reader = reader
@@ -337,7 +339,7 @@ def _is_kept(entry: Entry) -> bool:
 
 
 def _spare(entries: Sequence[Entry], keep: Sequence[str]) -> list[str]:
-    """Tell plain values which of them are to be kept; return the other objects that are."""
+    """Mark the plain values to keep; return the names of other objects to keep."""
     if isinstance(keep, str):
         raise TypeError(f"{keep = } must be a sequence of names, such as ({keep!r},).")
     by_name = {entry.name: entry for entry in entries}
@@ -365,7 +367,8 @@ def _spare(entries: Sequence[Entry], keep: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _blamed_on(name: str, kind: type[Exception]) -> Iterator[None]:
-    """Tell errors of this kind that an object raises from those of reading the checkpoint."""
+    """Raise errors of this kind as a LoadError that names the object, so that they are not taken
+    for errors of reading the checkpoint."""
     try:
         yield
     except PyckptError:
@@ -381,13 +384,13 @@ def _turn(entry: Entry) -> int:
 
 
 def _is_rng(entry: Entry) -> bool:
-    """Whether it is the random number generators, which the other objects may draw from while they
-    are saved and restored: their turn is last."""
+    """Whether an entry has the random number generators. They come last, since other objects may
+    draw numbers while they are saved and restored."""
     return isinstance(entry, RankEntry) and isinstance(entry.value, RngState)
 
 
 def _optimizers(objects: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
-    """By name, each without wrappers that have no state of their own."""
+    """The optimizers by name, each without wrappers that have no state of their own."""
     found = {}
     for name, value in objects.items():
         if not isinstance(value, nn.Module) and _is_stateful(value):

@@ -27,45 +27,44 @@ class Entry(ABC):
         self.name = name
         self.policy = Policy()
         self.rename: Callable[[str], str] | None = None
-        """What the caller says about keys of the checkpoint that had other names."""
+        """The caller's function for keys of the checkpoint that have other names in the state."""
         self.kept: list[str] = []
-        """Keys that stay as they are: the checkpoint does not have them, or in another shape."""
+        """Keys that stay as they are: the checkpoint lacks them, or has them in another shape."""
         self.ignored: list[str] = []
         """Keys of the checkpoint that the object does not have."""
 
     @abstractmethod
     def state(self) -> Any:
-        """What to save: live tensors and values, nested."""
+        """The state to save: live tensors and values, nested."""
 
     def check(self) -> None:
-        """Raise what ``state`` raises for an object that cannot be saved, as far as can be told
-        without communication, and before the object was ever used."""
+        """Raise the errors of ``state`` for an object that cannot be saved, as far as they can be
+        found without communication and before the object is used."""
         self.state()
 
     @abstractmethod
     def template(self, saved: Tree) -> Any:
-        """What to load into, given what the checkpoint holds of it. None, at any depth, stands for
-        whatever was saved.
+        """The tree to load into, given the saved tree. None, at any depth, takes any saved value.
 
         Raises:
-            LoadError: the two do not fit.
+            LoadError: the object and the saved tree do not fit.
         """
 
     def create(self, path: Path, item: TensorStorageMetadata) -> torch.Tensor | None:
-        """A tensor for what the template does not have, or None for a plain one on the CPU."""
+        """A tensor for a saved one that the template lacks, or None for a plain one on the CPU."""
         return None
 
     def live(self, path: Path) -> Path:
-        """Where the item saved at a path belongs: older checkpoints have names with wrappers."""
+        """The present path of a saved item: older checkpoints have names with wrappers."""
         return path
 
     def translated(self, path: Path) -> Path:
-        """Where the item saved at a path belongs by what the caller said of another key: what is
-        said of a parameter goes for its state."""
+        """The present path of a saved item, by the new name that the caller gave to another key: a
+        new name of a parameter also applies to its optimizer state."""
         return path
 
     def wants(self, path: Path) -> bool:
-        """Whether this rank is to read the item saved at a path."""
+        """Whether this rank reads the item saved at a path."""
         return True
 
     @abstractmethod
@@ -96,8 +95,8 @@ class StatefulEntry(Entry):
     def create(self, path: Path, item: TensorStorageMetadata) -> torch.Tensor | None:
         if len(item.chunks) < 2:
             return None
-        # The state of a sharded parameter, of an optimizer that the object holds: read in parts
-        # where it is clear which.
+        # The state of a sharded parameter, in an optimizer that the object holds. It is read in
+        # parts if all parameters of its shape are sharded in the same way.
         alike = [
             param
             for param in parameters(self._value)
@@ -152,22 +151,22 @@ class ValueEntry(Entry):
         self._kept: dict[tuple[str, ...], Any] = {}
 
     def keep(self, path: tuple[str, ...]) -> None:
-        """Leave what is at a path of dicts as it is; the empty path is the value itself.
+        """Keep the value at a path of dicts; the empty path is the value itself.
 
         Raises:
-            KeyError: there is nothing.
+            KeyError: there is no value at the path.
         """
         # A copy, since tensors are loaded in place.
         self._kept[path] = copy.deepcopy(reduce(_below, path, self.value))
 
     @property
     def is_kept(self) -> bool:
-        """Whether all of it stays as it is."""
+        """Whether the whole value is kept."""
         return () in self._kept
 
     @property
     def fixed(self) -> bool:
-        """Whether another value cannot be written into this one, but only be put in its place."""
+        """Whether another value can only replace this one, and not be written into it."""
         return not isinstance(self.value, MutableMapping | list | torch.Tensor)
 
     def state(self) -> Any:
@@ -177,14 +176,14 @@ class ValueEntry(Entry):
         return values.template(self.state(), saved)
 
     def absent(self, saved: Any) -> list[str]:
-        """Keys that the value has and the checkpoint has not: as the ``Tree`` of it tells, which
-        hides dicts that were empty, or as what was loaded does."""
+        """Keys that the value has and the checkpoint lacks. ``saved`` is its ``Tree``, which does
+        not show empty dicts, or the loaded value."""
         absent = values.absent(self.value, values.decode(saved), self.name)
         kept = [".".join((self.name, *path)) for path in self._kept]
         return [key for key in absent if not any(f"{key}.".startswith(f"{k}.") for k in kept)]
 
     def restore(self, loaded: Any) -> None:
-        """Leave in ``value`` what is to stand in the state."""
+        """Set ``value`` to the value for the state."""
         live = values.atoms(self.value, self.name)
         saved = values.decode(loaded)
         found = values.atoms(saved, self.name)

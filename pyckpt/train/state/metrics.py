@@ -114,7 +114,7 @@ class MetricState(RankState):
         if any(_has_extremes(metric) for metric in self._find().values()):
             kinds.add("max")
         local = {"sum", "cat", "max", "min"} if block else {"sum", "cat"}
-        # One at least, to know which metrics were saved.
+        # At least one, to know which metrics were saved.
         return (block or [0]) if kinds <= local else range(saved)
 
     def _take(self, states: dict[int, Any], saved: int, rank: Rank, policy: Policy) -> Unfit:
@@ -131,7 +131,7 @@ class MetricState(RankState):
     def _take_shared(self, state: Any, rank: Rank, policy: Policy) -> Unfit:
         self._grow([state])
         metrics, unfit = self._fitting([state], policy)
-        # As if rank 0 had had it all.
+        # As if rank 0 had accumulated all of it.
         found = {0: _accumulated(state, metrics)}
         _merge_all(metrics, found, [0] if rank.index == 0 else [], rank)
         return unfit
@@ -162,10 +162,10 @@ class MetricState(RankState):
     def _fitting(
         self, states: Iterable[Mapping[str, Any]], policy: Policy
     ) -> tuple[dict[str, Metric], Unfit]:
-        """The metrics that were saved, by path, and what is not both here and there.
+        """The metrics that were saved, by path, and those that are only live or only saved.
 
         Raises:
-            LoadError: there is some, and the policy does not allow for it.
+            LoadError: there are such, and the policy does not allow them.
         """
         metrics = self._find()
         saved = dict.fromkeys(path for state in states for path in state)
@@ -190,13 +190,13 @@ class MetricState(RankState):
     # --- finding ----------------------------------------------------------------------------------
 
     def _find(self) -> dict[str, Metric]:
-        """All metrics by path. Not kept: modules may change."""
+        """All metrics by path. Not cached, since modules may change."""
         from torchmetrics import Metric
 
         return {path: module for path, module in self._walk() if isinstance(module, Metric)}
 
     def _leaders(self) -> dict[str, str]:
-        """For the metrics of a collection that share another's states, that other's path."""
+        """For metrics of a collection that share another metric's states, the path of the other."""
         from torchmetrics import MetricCollection
 
         leaders: dict[str, str] = {}
@@ -233,21 +233,21 @@ def _roots(metrics: Any) -> dict[str, nn.Module]:
 
 @dataclass(frozen=True)
 class _Accumulated:
-    """What a metric has accumulated."""
+    """The accumulated state of a metric."""
 
     update_count: int
     states: dict[str, Any]
     extremes: dict[str, torch.Tensor] | None = None
-    """Of a ``MinMaxMetric``, where they were saved."""
+    """Of a ``MinMaxMetric``, if they were saved."""
 
 
 def _accumulated(
     state: Mapping[str, Any], metrics: Mapping[str, Metric]
 ) -> dict[str, _Accumulated]:
-    """What was saved, by path.
+    """The saved states, by path.
 
     Raises:
-        LoadError: a metric has other states than it had.
+        LoadError: a metric has other states than the saved one.
     """
     found = {}
     for path, metric in metrics.items():
@@ -279,7 +279,7 @@ def _merge_all(
 
 
 def _local(metric: Metric) -> dict[str, Any]:
-    """This rank's states, of a metric that may be synchronised at the moment."""
+    """This rank's own states, even if the metric is synchronised at the moment."""
     if metric._is_synced and metric._cache is not None:
         return {attr: metric._cache[attr] for attr in metric._defaults}
     return {attr: getattr(metric, attr) for attr in metric._defaults}
@@ -296,8 +296,8 @@ def _consolidated(metrics: Mapping[str, Metric], rank: Rank) -> dict[str, Any]:
             why = _irreducible(path, metric, attr)
             if why is not None:
                 raise ValueError(f"{why}; save it with consolidate=False")
-    # Every metric, also those that share their states with others: ranks that have had no update
-    # do not know yet which do.
+    # All metrics, even those that share states with others: a rank without updates does not know
+    # yet which ones do.
     states = {path: _synced(metric) for path, metric in metrics.items()}
     gathered: list[Any] = [None] * rank.world_size
     own = [(metric._update_count, _extremes(metric).get("extremes")) for metric in metrics.values()]
@@ -331,7 +331,7 @@ _EXTREMES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _extremes(metric: Metric) -> dict[str, dict[str, torch.Tensor]]:
-    """What a ``MinMaxMetric`` has seen, which is none of its states."""
+    """The extremes of a ``MinMaxMetric``, which are not among its states."""
     if not _has_extremes(metric):
         return {}
     return {"extremes": {name: getattr(metric, name).detach().clone() for name in _EXTREMES}}
@@ -344,7 +344,7 @@ def _has_extremes(metric: Metric) -> bool:
 
 
 def _joint_extremes(states: Sequence[dict[str, Any] | None]) -> dict[str, torch.Tensor] | None:
-    """Those of all ranks; None where they were not saved."""
+    """The extremes of all ranks together; None if none were saved."""
     known = [state for state in states if state is not None]
     if not known:
         return None
@@ -383,7 +383,7 @@ def _own_copy(value: Any, device: torch.device) -> Any:
 
 
 def _kind(metric: Metric, attr: str) -> str:
-    """The name of a state's reduction; "none" and "custom" are those that cannot be undone."""
+    """The name of a state's reduction. "none" and "custom" cannot be split or merged."""
     from torchmetrics.utilities import data
 
     function = metric._reductions[attr]
@@ -396,7 +396,7 @@ def _kind(metric: Metric, attr: str) -> str:
 
 
 def _irreducible(path: str, metric: Metric, attr: str) -> str | None:
-    """Why a state cannot be merged with those of other ranks; None where it can."""
+    """Why a state cannot be merged with those of other ranks; None if it can."""
     kind = _kind(metric, attr)
     if kind not in ("none", "custom"):
         return None
@@ -408,8 +408,8 @@ def _irreducible(path: str, metric: Metric, attr: str) -> str | None:
 
 
 def _block(saved: int, rank: Rank) -> list[int]:
-    """Of the ranks that saved, those that this one follows: neighbours, so that what is joined
-    stays in its order."""
+    """The ranks that saved whose states this rank takes over. They are neighbours, so that joined
+    entries stay in order."""
     if saved <= rank.world_size:
         return [rank.index] if rank.index < saved else []
     return [i for i in range(saved) if i * rank.world_size // saved == rank.index]
@@ -418,11 +418,11 @@ def _block(saved: int, rank: Rank) -> list[int]:
 def _merge(
     path: str, metric: Metric, states: dict[int, _Accumulated], block: list[int], rank: Rank
 ) -> _Accumulated:
-    """What one rank gets of what others had.
+    """Merge the states of other ranks for one rank.
 
     Args:
-        states: of all that were read, by rank; of all that saved, where a reduction needs all.
-        block: the ranks whose part it takes over.
+        states: those that were read, by rank; all that were saved, if a reduction needs all.
+        block: the ranks whose states this rank takes over.
     """
     mine = [states[i] for i in block]
     total = sum(state.update_count for state in states.values())
@@ -432,8 +432,8 @@ def _merge(
     merged: dict[str, Any] = {}
     for attr, default in metric._defaults.items():
         kind = _kind(metric, attr)
-        # A rank's may count twice in max and min, and the default of a rank that was not there
-        # should not count.
+        # A state may count twice in max and min, and the default state of a new rank must not
+        # count at all. So a new rank takes the extremes of all.
         of = mine if mine or kind in ("sum", "cat") else list(states.values())
         parts = [state.states[attr] for state in of]
         if kind in ("none", "custom"):
@@ -456,7 +456,7 @@ def _merge(
 
 
 def _as_list(value: Any) -> list[Any]:
-    """The entries of a ``cat`` state, which is one tensor where it was synchronised."""
+    """The entries of a ``cat`` state, which is one tensor if it was synchronised."""
     if isinstance(value, list):
         return value
     return [value] if value.numel() else []

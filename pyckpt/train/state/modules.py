@@ -184,7 +184,7 @@ class ModuleEntry(Entry):
         self._module = value.module if isinstance(value, Trainable) else value
         self._unwanted: set[str] = set()
         self.mismatched: set[int] = set()
-        """Ids of parameters that the checkpoint has in another shape, and that stay as they are."""
+        """Ids of parameters that stay as they are, since their saved shape is another."""
 
     def state(self) -> Any:
         self._tell_left_out()
@@ -194,7 +194,7 @@ class ModuleEntry(Entry):
         } or values.encode({}, self.name)
 
     def check(self) -> None:
-        if not is_fsdp1(self._module):  # whose states are collective
+        if not is_fsdp1(self._module):  # taking the state of FSDP1 is collective
             self.state()
 
     def template(self, saved: Tree) -> Any:
@@ -211,7 +211,7 @@ class ModuleEntry(Entry):
         self.ignored += [f"{self.name}.{name}" for name in unexpected]
         changed = [name for name in live if _has_other_shape(live[name][1], saved.get(name))]
         if self.policy.mismatched == "error":
-            changed = []  # loading says so
+            changed = []  # loading raises the error
         self.kept += [f"{self.name}.{name}" for name in changed]
         self._unwanted = {*unexpected, *changed, *left_out}
         names = Names(self._module)
@@ -248,13 +248,13 @@ class ModuleEntry(Entry):
             for key, now in state.items():
                 name = names(key)
                 raw[key] = now if name in self._unwanted else values.decode(loaded[name])
-            # Tells hooks of older states what they have before them.
+            # Versions of modules, by which hooks recognise older states.
             raw._metadata = state._metadata  # type: ignore[attr-defined]
-            # What was loaded in place is copied onto itself, which torch sees and skips.
+            # Tensors that were loaded in place are copied onto themselves, which torch skips.
             self._module.load_state_dict(raw)
 
     def _raw(self) -> dict[str, tuple[str, Any]]:
-        """Key and value of the module's own state, by clean name."""
+        """Key and value in the module's own state, by the name without wrappers."""
         names = Names(self._module)
         with sharded(self._module):
             state = self._module.state_dict()

@@ -1,4 +1,4 @@
-"""The names by which an optimizer's parameters go, now and in a checkpoint."""
+"""The names of an optimizer's parameters, now and in a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _logger = logging.getLogger("pyckpt")
 
 _FLAT_PARAMETER = "FlatParameter"
 _BY_PLACE = re.compile(r"group(\d+)\.param(\d+)")
-# Optimizers of which the log has told that parameters have no names.
+# Optimizers for which the log has said that parameters have no names.
 _told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def tensor_names(objects: Mapping[str, Any]) -> dict[int, str]:
-    """For each tensor in dicts and lists of the state, by its id, where it is."""
+    """For each tensor in dicts and lists of the state, by its id, its dotted place."""
 
     def walk(value: Any, name: str) -> Iterator[tuple[int, str]]:
         if isinstance(value, torch.Tensor):
@@ -48,11 +48,10 @@ def tensor_names(objects: Mapping[str, Any]) -> dict[int, str]:
 
 
 class ParameterNames:
-    """A parameter goes by its name in the module that has all of the optimizer's parameters. If
-    they are of several modules, the module's name in the state comes first
-    (``generator.conv.weight``). If it is in no module, it goes by its place in a dict of the state,
-    or by the name that the optimizer was given with it; and if there is none, by its group and
-    place in it.
+    """A parameter has its name in the module that has all of the optimizer's parameters. If they
+    are in several modules, the module's name in the state comes first (``generator.conv.weight``).
+    A parameter in no module is named by its place in a dict of the state, or as in the optimizer's
+    ``param_names``. Otherwise it is named by its group and its index in the group.
 
     Args:
         name: of the optimizer in the state.
@@ -109,7 +108,7 @@ class ParameterNames:
         return groups
 
     def tell_nameless(self, optimizer: Optimizer) -> None:
-        """Say in the log, once, which parameters only go by their places."""
+        """Log once which parameters are named by group and index only."""
         nameless = [fqn for fqn in self.flat if _BY_PLACE.fullmatch(fqn)]
         if nameless and optimizer not in _told:
             _told.add(optimizer)
@@ -125,7 +124,7 @@ class ParameterNames:
     # --- in a checkpoint --------------------------------------------------------------------------
 
     def of(self, saved: str) -> str:
-        """The name that a parameter has now, of one in the checkpoint."""
+        """The present name of a parameter, given its name in the checkpoint."""
         saved = without_wrappers(saved)
         match = _BY_PLACE.fullmatch(saved) if saved not in self.params else None
         if match is not None:
@@ -135,7 +134,7 @@ class ParameterNames:
         return saved
 
     def renamed(self, saved: str) -> str:
-        """`of`, by what the caller says about keys."""
+        """As `of`, with the caller's new names of keys."""
         if self.rename is not None:
             prefixes = (
                 f"{self._owner}." if self._owner is not None else "",
@@ -148,18 +147,19 @@ class ParameterNames:
         return self.of(saved)
 
     def of_states(self, saved: Mapping[Any, Any]) -> dict[str, str]:
-        """For the keys of saved states the names of now. `Optimizer.state_dict` has numbers."""
+        """Present names for the keys of saved states. `Optimizer.state_dict` has numbers as keys.
+        """
         keys = [str(key) for key in saved if str(key) != KEYS]
         if keys and all(key.isdecimal() and key not in self.params for key in keys):
             return {key: self.flat[int(key)] if int(key) < len(self.flat) else key for key in keys}
         return {key: self.of(key) for key in keys}
 
     def of_groups(self, saved: list[dict[str, Any]]) -> tuple[list[list[str]], dict[str, str]]:
-        """For the parameters of saved groups the names of now; and for the keys of saved states
-        where these are the numbers that `Optimizer.state_dict` gives.
+        """Present names for the parameters of saved groups; and for the keys of saved states, if
+        these are the numbers of `Optimizer.state_dict`.
 
         Raises:
-            LoadError: there are numbers for more or fewer parameters than there are.
+            LoadError: the checkpoint has more or fewer numbered parameters than the optimizer.
         """
         total = sum(len(group["params"]) for group in saved)
         numbers: dict[str, str] = {}

@@ -1,8 +1,8 @@
 """Optimizers: states under the names of parameters, so that any sharding and order may load them.
 
 The layout is that of `torch.distributed.checkpoint.state_dict`: ``state.<parameter>.<key>`` and
-``param_groups``, in which ``params`` lists names. Unlike there, no step is faked to make an
-optimizer's state: what was saved says what to make.
+``param_groups``, in which ``params`` lists names. Unlike there, no step is faked to create an
+optimizer's state. Loading creates the entries that were saved.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["OptimizerEntry", "optimizer_entry"]
 
 _DECOUPLED = "decoupled_weight_decay"
 
-# Of groups, and no sign of the optimizer's kind.
+# Options of groups that do not show the kind of the optimizer.
 _FLAGS = frozenset(
     {"capturable", _DECOUPLED, "differentiable", "foreach", "fused", "initial_lr"}
     | {"lr", "maximize", "param_names", "params", "weight_decay"}
@@ -48,7 +48,7 @@ def optimizer_entry(
     """The entry of an optimizer, whose parameters are those of some of the modules.
 
     Args:
-        given: it, or a wrapper without state of its own.
+        given: the optimizer, or a wrapper without state of its own.
         others: ids of the optimizers in the state.
         tensors: names of tensors that are in no module, by id.
     """
@@ -124,7 +124,7 @@ class OptimizerEntry(Entry):
         }
 
     def leave(self, params: Container[int]) -> None:
-        """Keep what there is of these parameters, given by id."""
+        """Keep the present state of these parameters, given by id."""
         self._left = {fqn for fqn, param in self._names.params.items() if id(param) in params}
 
     def template(self, saved: Tree) -> Any:
@@ -175,7 +175,7 @@ class OptimizerEntry(Entry):
         names, numbers = self._names.of_groups(saved)
         groups = self._match_groups(saved, names)
         for group, live in zip(groups, self._optimizer.param_groups, strict=True):
-            # Adam and AdamW differ in this alone, and what is loaded would make one the other.
+            # Adam and AdamW differ in this option alone, and loading it would make one the other.
             if group.get(_DECOUPLED, live.get(_DECOUPLED)) != live.get(_DECOUPLED):
                 raise LoadError(
                     f"{self.name}: the checkpoint is of another optimizer than "
@@ -200,13 +200,14 @@ class OptimizerEntry(Entry):
         _load(self.name, self._given, {"state": state, "param_groups": groups, **rest})
 
     def _check_kind(self, saved: Tree) -> None:
-        """Refuse the state of an optimizer of another kind, which shows in what its groups have."""
+        """Refuse the state of another kind of optimizer, by the options of its groups."""
         groups = saved.get("param_groups") if isinstance(saved, dict) else None
         if not isinstance(groups, dict):
             return
         theirs = {str(key) for group in groups.values() if isinstance(group, dict) for key in group}
         ours = {key for group in self._optimizer.param_groups for key in group}
-        # What other versions of torch have more or less of, and what programs add, is on one side.
+        # Another version of torch, or a program, may add options on one side. Another kind of
+        # optimizer differs on both.
         lacking = sorted(set(self._optimizer.defaults) - theirs - _FLAGS)
         strange = sorted(theirs - ours - _FLAGS)
         if lacking and strange:
@@ -219,7 +220,7 @@ class OptimizerEntry(Entry):
             )
 
     def _choose(self, states: Mapping[Any, Any], name_of: Mapping[str, str]) -> None:
-        """Settle what of the saved states is loaded."""
+        """Choose the saved states to load."""
         strangers, left = [], []
         for key, entries in states.items():
             name = name_of.get(str(key))
@@ -281,7 +282,7 @@ class OptimizerEntry(Entry):
 
 class FlatOptimizerEntry(Entry):
     """An optimizer of an FSDP1 module, whose parameters are flat pieces of the model's. Only FSDP
-    can tell which piece is of which; saving and loading it is collective."""
+    can map the pieces to parameters, and saving and loading is collective."""
 
     def __init__(self, name: str, given: Any, module: nn.Module) -> None:
         super().__init__(name)
@@ -382,7 +383,7 @@ def _like(param: torch.Tensor, item: TensorStorageMetadata) -> torch.Tensor:
     if isinstance(param, DTensor):
         if param.shape == item.size:
             return torch.empty_like(param, dtype=dtype)
-        # What DTensor makes of new_zeros in another shape than the parameter's.
+        # The placement that DTensor gives to new_zeros of another shape than the parameter's.
         placements = [Replicate()] * param.device_mesh.ndim
         return torch.distributed.tensor.empty(
             item.size, dtype=dtype, device_mesh=param.device_mesh, placements=placements

@@ -209,7 +209,7 @@ class RankEntry(Entry):
         return self.value._state(self._rank, self.name, Whole)
 
     def check(self) -> None:
-        # Asking a dataloader for its state may start its workers.
+        # Not for objects: asking a dataloader for its state may start its workers.
         if isinstance(self.value, PerRank) and not _is_stateful(self.value.value):
             self.state()
 

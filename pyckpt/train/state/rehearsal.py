@@ -1,4 +1,4 @@
-"""What restoring does with a checkpoint before it comes to the objects, tried without them."""
+"""Tries the part of restoring that needs none of the program's objects."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ __all__ = ["rehearse"]
 
 
 def rehearse(directory: Path, metadata: Metadata) -> None:
-    """Put the tree of what was saved together, and make its objects.
+    """Build the tree of the checkpoint, and load its objects.
 
     Raises:
         CorruptCheckpoint: items contradict each other, or are missing, or are not readable.
-        UnsafeCheckpoint: there is an object that loading does not allow.
+        UnsafeCheckpoint: an object contains a class that loading does not allow.
         OSError: a file cannot be read.
     """
     _check_ranks(tree(metadata), "")
     for index, info in (metadata.storage_data or {}).items():
         saved = metadata.state_dict_metadata.get(index.fqn)
         is_object = isinstance(saved, BytesStorageMetadata)
-        # A tensor whose payload is the whole item is more than its memory.
+        # A tensor whose payload is the whole item is not plain memory, and is loaded as an object.
         is_opaque = (
             isinstance(saved, TensorStorageMetadata) and vars(info).get("payload_offset") == 0
         )

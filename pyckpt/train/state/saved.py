@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as the tree that it was saved from; and which rank asks."""
+"""The content of a checkpoint as a tree, and the rank and policy of a load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tree: TypeAlias = Any
 
 @dataclass(frozen=True)
 class Policy:
-    """What to do where a checkpoint and the state do not fit; see `AppState.load`."""
+    """What to do if a checkpoint and the state do not fit; see `AppState.load`."""
 
     missing: Literal["error", "keep"] = "error"
     unexpected: Literal["error", "ignore"] = "error"
@@ -49,7 +49,7 @@ class Rank:
 
 
 def tree(metadata: Metadata) -> dict[str, Tree]:
-    """The items of a checkpoint in the places that they had in the state.
+    """The items of a checkpoint, each at the path that it had in the state.
 
     Raises:
         CorruptCheckpoint: two items contradict each other.

@@ -1,4 +1,4 @@
-"""Values as DCP can save them and loading gives them back, alike: see `pyckpt.dcp.whole`."""
+"""Converts plain values to a form that DCP saves without loss, and back; see `pyckpt.dcp.whole`."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ __all__ = ["absent", "assign", "atoms", "decode", "encode", "marked", "template"
 _DETACHED = (torch.Tensor, nn.Parameter, DTensor)
 _ATOMS = (int, float, complex, str, bytes, bytearray, bool, type(None), torch.dtype, torch.device)
 _ATOM_TYPES = frozenset(_ATOMS)
-# Classes of tensors, beside torch's own, of which one was saved and loaded.
+# Classes of tensors, besides torch's own, for which saving and loading was tried.
 _proven: set[type] = set()
 
 
 def marked(value: Any) -> Any:
-    """In the place of a `Whole` where stock's planners are to save it."""
+    """Used in place of a `Whole` if stock's planners save the value."""
     return (VALUE, value)
 
 
 def encode(
     value: Any, name: str, *, compact: bool = False, whole: Callable[[Any], Any] = Whole
 ) -> Any:
-    """Make a value one that DCP saves without losing anything. Tensors stay what they are.
+    """Convert a value to a form that DCP saves without loss. Tensors are not changed.
 
     Args:
         value: tensors, numbers, strings, None, numpy arrays, and dicts, lists, tuples and sets of
             them.
         name: what to call it in errors.
-        compact: save whatever holds no tensors as one item, however deep it is.
-        whole: makes one item of what DCP would take apart.
+        compact: save a value without tensors as one item, however deep it is.
+        whole: makes one item of a value that DCP would take apart.
 
     Raises:
-        TypeError: it contains an object that loading, which runs no code from files, could not
-            make; it is better to know when saving.
+        TypeError: it contains an object that could not be loaded, since loading runs no code from
+            files. Saving raises this, since an error while loading would come too late.
     """
     if isinstance(value, torch.Tensor):
         return _tensor(value, name, whole)
@@ -76,9 +76,9 @@ def encode(
 
 def _tensor(value: torch.Tensor, name: str, whole: Callable[[Any], Any]) -> Any:
     if type(value) in _DETACHED and value.requires_grad:
-        value = value.detach()  # FSDP1's ShardedTensor says that it is to have none of this
+        value = value.detach()  # FSDP1's ShardedTensor must not be detached
     if is_special(value):
-        # Stock makes a dense tensor where it has none to load into, and cannot copy to it.
+        # If the state has no tensor, stock makes a dense one, into which it cannot copy this.
         return whole(value)
     if not is_plain_type(value) and not _has_chunks(value) and type(value) not in _proven:
         _prove(value, name)
@@ -90,7 +90,7 @@ def _keys(value: dict[Any, Any], name: str) -> list[Any]:
     """The keys of a dict that DCP is to take apart.
 
     Raises:
-        TypeError: some would have the same name.
+        TypeError: two keys would have the same name.
     """
     keys = [_plain(key, name) for key in value]
     names = [str(key) for key in keys]
@@ -103,12 +103,12 @@ def _keys(value: dict[Any, Any], name: str) -> list[Any]:
 
 
 def template(live: Any, saved: Tree) -> Any:
-    """What to load a saved value into: the live value's tensors where they fit, and None, which
-    stands for whatever was saved, everywhere else.
+    """The tree to load a saved value into: the live value's tensors if they fit, and None, which
+    takes any saved value, everywhere else.
 
     Args:
-        live: the value as it is, encoded.
-        saved: what the checkpoint holds of it.
+        live: the live value, encoded.
+        saved: the saved tree.
     """
     if not isinstance(saved, dict):
         fits = (
@@ -127,13 +127,13 @@ def template(live: Any, saved: Tree) -> Any:
 
 
 def absent(live: Any, saved: Any, name: str) -> list[str]:
-    """Keys of a live value that a program counts on, and that were not saved: those of dicts in
-    dicts, as far as all keys are strings. What is in lists, and under other keys, is data.
+    """Keys of a live value that were not saved. Only keys of nested dicts whose keys are all
+    strings count. The content of lists, and of other dicts, is data.
 
     Args:
-        live: the value as it is.
-        saved: what was loaded for it; or, before that, what the checkpoint holds of it.
-        name: what to call it.
+        live: the live value.
+        saved: the loaded value; or, before loading, the saved tree.
+        name: of the value.
     """
     if not (_is_natural(live) and _is_natural(saved)):
         return []
@@ -144,7 +144,7 @@ def absent(live: Any, saved: Any, name: str) -> list[str]:
 
 
 def atoms(value: Any, name: str) -> dict[str, Any]:
-    """The numbers, strings and the like in a value, and in dicts in it, by key."""
+    """The numbers, strings and other atoms in a value, and in nested dicts, by key."""
     if _is_natural(value):
         found: dict[str, Any] = {}
         for key, sub in value.items():
@@ -154,11 +154,11 @@ def atoms(value: Any, name: str) -> dict[str, Any]:
 
 
 def assign(live: Any, loaded: Any, *, keep: bool = False) -> Any:
-    """Fill a live dict or list with what was loaded, at any depth, so that references to it stay
-    good. Returns what is to stand in its place: itself, or the loaded value if it is no container.
+    """Fill a live dict or list with loaded values, at any depth, so that references to it stay
+    valid. Returns the value for the state: the live container, or the loaded value.
 
     Args:
-        keep: leave what `absent` tells of where it is.
+        keep: keep the entries that `absent` lists.
     """
     if isinstance(live, MutableMapping) and isinstance(loaded, Mapping):
         keep = keep and _is_natural(live) and _is_natural(loaded)
@@ -179,7 +179,8 @@ def assign(live: Any, loaded: Any, *, keep: bool = False) -> Any:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Check that a value can be loaded without running code; make numpy's torch's or Python's."""
+    """Check that a value can be loaded without running code. Convert numpy's values to torch's or
+    Python's."""
     kind = type(value)
     if kind in _ATOM_TYPES:
         return value
@@ -201,7 +202,7 @@ def _plain(value: Any, name: str) -> Any:
         if isinstance(value, numpy.generic):
             return _plain(value.item(), name)
         if kind is numpy.ndarray and value.dtype.kind in "biufc":
-            # A copy: the array is live, and so is an object that no stager knows to copy.
+            # A copy, since the array is live, and stagers do not copy the content of tuples.
             return (ARRAY, torch.from_numpy(value.copy()))
     if kind in get_safe_globals():
         _prove(value, name)
@@ -214,15 +215,15 @@ def _plain(value: Any, name: str) -> Any:
 
 
 def _prove(value: Any, name: str) -> None:
-    """Save and load an object. What its class was allowed for is not all that it takes: a deque can
-    be loaded while it is empty, and not after.
+    """Save and load an object, since an allowed class is not always enough: an empty deque can be
+    loaded, but one with entries cannot.
 
     Raises:
-        TypeError: it could be saved, and never loaded.
+        TypeError: it can be saved, but not loaded.
     """
     kind = type(value)
     file = io.BytesIO()
-    torch.save(value, file)  # whose own errors say best what is the matter
+    torch.save(value, file)  # its own errors explain best why it fails
     file.seek(0)
     try:
         objects.load(file, name, device=torch.device("cpu"))
@@ -236,7 +237,7 @@ def _prove(value: Any, name: str) -> None:
 
 
 def _reason(lines: list[str]) -> str:
-    """Of torch's advice on what to do about a file, the line that says what is the matter."""
+    """The line of torch's error message that names the cause."""
     return next((line for line in reversed(lines) if "only append" in line), lines[0][:200])
 
 
@@ -247,7 +248,7 @@ def _part(live: Any, part: str | int) -> Any:
 
 
 def _is_natural(value: Any) -> bool:
-    """Whether DCP takes it apart as a dict."""
+    """Whether a value is a dict that DCP can take apart."""
     return (
         isinstance(value, dict)
         and not isinstance(value, Counter)
@@ -256,14 +257,14 @@ def _is_natural(value: Any) -> bool:
 
 
 def _has_chunks(value: torch.Tensor) -> bool:
-    """Whether it is a part of a tensor that several ranks have."""
+    """Whether a tensor is sharded over ranks."""
     return hasattr(type(value), "__create_chunk_list__") or type(value).__name__ == "ShardedTensor"
 
 
 def _filled(live: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
-    """The live tensor, where it is or can be filled with what was loaded; or what was loaded."""
+    """The live tensor, if it was or can be filled with the loaded values; else the loaded one."""
     if live is not loaded and _is_alias(live, loaded):
-        return live  # a parameter: what was loaded into it was the same without its gradient
+        return live  # a parameter, which was loaded in place through its detached view
     same = (
         live is not loaded
         and is_special(live)

@@ -1,4 +1,4 @@
-"""A ``torch.save`` file of many tensors whose bytes come later, and in pieces."""
+"""A ``torch.save`` file of many tensors, whose bytes are written later and in pieces."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _DESCRIPTOR_MAGIC = b"PK\7\10"
 
 
 class TorchLayout(NamedTuple):
-    """A file that has everything but the bytes of the tensors and their checksums."""
+    """A file that is complete except for the bytes of the tensors and their checksums."""
 
     file: Any
     offsets: dict[str, int]
-    """Where the bytes of each tensor go, in row-major order."""
+    """The offset of each tensor's bytes in the file, which are in row-major order."""
     records: dict[str, str]
 
     def finish(self, checksums: Mapping[str, int]) -> None:
-        """Write the checksums into the archive. torch does not look at them, but others do."""
+        """Write the checksums into the archive. torch does not check them, but other tools do."""
         by_record = {self.records[name]: crc32 for name, crc32 in checksums.items()}
         descriptor = self.file.fileno()
         with zipfile.ZipFile(self.file) as archive:
@@ -54,7 +54,7 @@ def torch_layout(
     tensors: Mapping[str, tuple[torch.Size, torch.dtype]],
     aliases: Mapping[str, str],
 ) -> TorchLayout:
-    """Write what ``torch.save`` writes for a dict of tensors, with room where their bytes belong.
+    """Write the file of ``torch.save`` for a dict of tensors, with room for their bytes.
 
     Args:
         file: an open file, empty, with a descriptor and a name.
@@ -67,7 +67,7 @@ def torch_layout(
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(state, file.name)
     reader: Any = torch._C.PyTorchFileReader(file.name)
-    # torch numbers the storages as it comes to them: in the order of the dict.
+    # torch numbers the storages in the order of the dict.
     records = {name: f"data/{number}" for number, name in enumerate(tensors)}
     offsets = {name: reader.get_record_offset(record) for name, record in records.items()}
     return TorchLayout(file, offsets, records)

@@ -138,14 +138,14 @@ class Catalog:
         self._known: dict[int, _Known] = {}
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """The path of a step's checkpoint, which need not exist."""
         return self.directory / directory_name(step)
 
     def steps(self) -> list[int]:
         """Steps that have a directory, valid or not, newest first.
 
         Raises:
-            OSError: there is something, and it cannot be listed.
+            OSError: the directory exists, and cannot be listed.
         """
         try:
             steps = persist(self._listed)
@@ -162,10 +162,10 @@ class Catalog:
         return next(self.newest_first(limit), None)
 
     def newest_first(self, limit: int | None = None) -> Iterator[CheckpointInfo]:
-        """The valid checkpoints, each looked at when its turn comes.
+        """The valid checkpoints. Each is examined only when the iteration reaches it.
 
         Raises:
-            OSError: one cannot be looked at: whether it is valid, nobody knows.
+            OSError: one cannot be read, so it is not known whether it is valid.
         """
         for step in self.steps():
             if limit is None or step <= limit:
@@ -176,7 +176,7 @@ class Catalog:
                     yield entry.checkpoint
 
     def entries(self, *, verify: bool = False) -> list[DirectoryEntry]:
-        """All that is in the directory: checkpoints by step, then what is none, by name."""
+        """All entries of the directory: checkpoints by step, then other entries by name."""
         steps = self.steps()
         found = [self.examine(step, verify=verify) for step in reversed(steps)]
         try:
@@ -194,7 +194,7 @@ class Catalog:
         return found
 
     def describe_nothing(self) -> str:
-        """What there is where no checkpoint is, for people who expected one."""
+        """Describe a directory without checkpoints, for a person who expected one."""
         try:
             names = sorted(os.listdir(self.directory))
         except OSError as error:
@@ -216,7 +216,7 @@ class Catalog:
         return f"it holds {_few(ours)}" if ours else "the directory is empty"
 
     def examine(self, step: int, *, verify: bool = False) -> DirectoryEntry:
-        """Say what the directory of a step is. Never raises for what it finds there.
+        """Return the state of a step's directory. Damage in it raises no error.
 
         Args:
             step: the step; its directory need not exist.
@@ -238,8 +238,8 @@ class Catalog:
             if failure_of(error, last=True) is Failure.DAMAGE:
                 return DirectoryEntry(path, step, "damaged", str(error))
             return DirectoryEntry(path, step, "unreadable", str(error), error=error)
-        # Reading what is damaged may fail in ways that nobody has thought of; that one cannot be
-        # read must not keep the others from being found.
+        # Reading damaged data may raise any error. One damaged checkpoint must not keep the others
+        # from being found.
         except (Exception, MemoryError) as error:
             _logger.debug("%s cannot be read", path, exc_info=True)
             return DirectoryEntry(
@@ -282,7 +282,7 @@ class Catalog:
         return known
 
     def _without_metadata(self, step: int, path: Path, error: OSError) -> DirectoryEntry:
-        """Tell apart what lacks its metadata, or a file that the metadata names."""
+        """Tell apart directories that lack their metadata, or a file that the metadata names."""
         try:
             names = set(os.listdir(path))
         except (FileNotFoundError, NotADirectoryError) as gone:
@@ -308,11 +308,12 @@ def _is_dir(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
     except OSError:
-        return True  # one that cannot be looked at does not hide the others; `examine` tells of it
+        return True  # an unreadable entry must not hide the others; `examine` reports it
 
 
 def _read_note(path: Path, metadata: Metadata, step: int) -> tuple[bool, dict[str, float]]:
-    """What a checkpoint says of itself; one that another tool wrote says nothing."""
+    """Read a checkpoint's note: whether it is final, and its metrics. One of another tool has none.
+    """
     info = (metadata.storage_data or {}).get(MetadataIndex(NOTE_KEY))
     if info is None:
         return False, {}
@@ -340,11 +341,11 @@ def _object(path: Path, info: metadata_format.StorageInfo) -> Any:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Keep a checkpoint from being pruned, by this process or another on any machine that shares
-    the file system's locks, while the block runs.
+    """Keep a checkpoint from being pruned while the block runs, by this process or by another on
+    any machine that shares the file system's locks.
 
-    The lock is a shared ``flock`` of the metadata file; pruning wants it exclusively. It goes with
-    the process that held it. On file systems without locks this does nothing.
+    The lock is a shared ``flock`` of the metadata file, and pruning needs an exclusive one. It ends
+    with the process that holds it. On file systems without locks this does nothing.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or it is being removed.

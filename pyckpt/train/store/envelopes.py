@@ -1,4 +1,4 @@
-"""The bytes around tensors, which pyckpt does not need to read them, and stock PyTorch does."""
+"""Verifies the bytes around tensors. Stock PyTorch needs them to read a tensor; pyckpt does not."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class _Item(NamedTuple):
 
 
 def verify_envelopes(directory: Path, metadata: Metadata) -> None:
-    """Compare the bytes around each tensor that pyckpt wrote with those that belong there.
+    """Compare the bytes around each tensor that pyckpt wrote with the expected ones.
 
-    They follow from the tensor's dtype, shape, strides and checksum, and from the version of torch
-    that wrote them. Where not one of a checkpoint is as this version writes it, another wrote it:
-    then each must be an archive that holds the tensor, and whose other records are whole.
+    These depend on the tensor's dtype, shape, strides and checksum, and on the version of torch
+    that wrote them. If none in a checkpoint is as this version writes it, another version wrote it.
+    Then each item must be an archive that holds the tensor, and whose other records are whole.
 
     Raises:
-        CorruptCheckpoint: one is not as it should be; the first that was found.
+        CorruptCheckpoint: the bytes around a tensor are wrong; names the first.
         OSError: a file cannot be read.
     """
     different: list[_Item] = []

@@ -1,14 +1,14 @@
-"""One job at a time saves into a directory; the one that began to save last.
+"""One job at a time saves into a directory: the one that was the last to begin.
 
-An old job may still run when its replacement does: one that hung, or that nobody ended. It must not
-commit over what the new one saves, nor prune it. So whoever begins to save takes the next
-*generation*, a file ``.pyckpt/generation-00000007`` that is made exclusively, and removes those
-before it. An older one is *superseded*: its saves fail, and it prunes no more.
+An old job may still run beside its replacement, because it hangs or nobody ended it. It must
+neither overwrite nor prune the checkpoints of the new job. So a job that begins to save takes the
+next *generation*: it makes a file ``.pyckpt/generation-00000007`` exclusively, and removes those
+before it. An older job is then *superseded*: its saves fail, and it no longer prunes.
 
-The generation is looked at right before each commit and each removal, under a lock of
-``.pyckpt/lock`` that lasts until that is done, so that nobody takes the next one in between. File
-systems without locks leave a window there, of the time of a rename. On network file systems that
-cache directories the look is still a true one: opening a file asks the server whether it is there.
+A job checks its generation right before each commit and each removal. It holds a lock of
+``.pyckpt/lock`` until these are done, so that no job takes the next generation in between. On file
+systems without locks, a window remains, as long as a rename takes. The check is reliable even on
+network file systems that cache directories, since opening a file asks the server whether it exists.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pyckpt.locks import fork_safe_lock
 __all__ = ["FOLDER", "Fence"]
 
 FOLDER = ".pyckpt"
-"""Where, below the directory of the checkpoints, the generations are."""
+"""The directory of the generations, below that of the checkpoints."""
 
 _GENERATION = re.compile(r"generation-(\d{8,})")
 _POLL_SECONDS = 0.01
@@ -66,11 +66,11 @@ class Fence:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Be the job that saves here while the block runs; the first time, become it.
+        """Be the job that saves here while the block runs. The first time, take a generation.
 
         Raises:
             Superseded: another job has begun to save here since this one did.
-            TimeoutError: another process is in such a block, and does not come out.
+            TimeoutError: another process is in such a block, and does not leave it.
             OSError: the directory cannot be written to.
         """
         with self._turn, self._locked() as wiped:
@@ -82,7 +82,7 @@ class Fence:
 
     @contextmanager
     def _locked(self) -> Iterator[bool]:
-        """Hold the lock; tells whether somebody had removed all that is ours."""
+        """Hold the lock. Yields whether the folder of this job had been removed."""
         deadline = time.monotonic() + self._patience
         path = self._folder / "lock"
         wiped = False
@@ -128,8 +128,8 @@ class Fence:
                 self._write(self._path(number))
             except FileExistsError:
                 continue
-            # Where there are no locks, another may have taken a later one and removed this one's
-            # forerunners, one of which was made again just now.
+            # Without locks, another job may have taken a later generation and removed the earlier
+            # ones, of which the line above has just made one again.
             if max(self._generations(), default=0) == number:
                 break
             self._path(number).unlink(missing_ok=True)
@@ -148,7 +148,7 @@ class Fence:
         try:
             os.write(descriptor, json.dumps(content).encode())
         except OSError as error:
-            # On a full disk, what makes room comes after this. The name is what counts.
+            # A full disk must not fail here, since room is made after this. The name is enough.
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             token = ""

@@ -43,10 +43,12 @@ Finish = Callable[[Mapping[str, int]], None]
 def safetensors_file(
     file: Any, tensors: Sequence[ModelTensor], aliases: Mapping[str, str]
 ) -> tuple[Finish, list[tuple[ModelTensor, int]]]:
-    """Write the header; say where each tensor goes. https://github.com/huggingface/safetensors"""
-    # As safetensors' save_model does: who ties them again finds here what was left out.
+    """Write the header; return the offset of each tensor. For the format, see
+    https://github.com/huggingface/safetensors."""
+    # The names that were left out, as safetensors' save_model lists them, so that a program can tie
+    # them again.
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **aliases}}
-    # Wide elements first keeps all of them aligned.
+    # Tensors of wide elements come first, so that all are aligned.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     places = []
     at = 0
@@ -83,7 +85,7 @@ def copy(
     """Write each tensor at its offset of a file; return the CRC-32 of its bytes, by its name."""
     ends = dict(places)
     checksums = dict.fromkeys((tensor.name for tensor in places), 0)
-    room = torch.empty(0, dtype=torch.uint8)  # kept, since malloc keeps what it is given back
+    room = torch.empty(0, dtype=torch.uint8)  # used again, since malloc would keep freed memory
     for tensor, piece in _ahead(pieces):
         written = piece
         if piece.dtype != tensor.dtype:
@@ -91,7 +93,7 @@ def copy(
             if room.numel() < needed:
                 room = torch.empty(needed, dtype=torch.uint8)
             written = room[:needed].view(tensor.dtype).copy_(piece)
-        # The tensor's memory; numpy, which torch would go through, need not be there.
+        # The tensor's memory without numpy, which need not be installed.
         array = (ctypes.c_ubyte * written.nbytes).from_address(written.data_ptr())
         data = memoryview(array).cast("B")
         checksums[tensor.name] = _C.crc32(data, checksums[tensor.name])
@@ -108,7 +110,7 @@ _Item = TypeVar("_Item")
 
 
 def _ahead(pieces: Iterator[_Item]) -> Iterator[_Item]:
-    """The same, with the next piece being read while one is used."""
+    """Yield the same pieces, and read the next one while one is used."""
     ready: queue.Queue[_Item | BaseException | None] = queue.Queue(maxsize=1)
     unwanted = threading.Event()
 

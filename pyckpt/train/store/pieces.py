@@ -22,13 +22,13 @@ __all__ = ["PIECE_BYTES", "Direct", "Stored", "Window", "read_pieces", "stored",
 
 PIECE_BYTES = 16 << 20
 Direct: TypeAlias = Literal["auto", "require", "off"]
-# A piece on its way in, one that waits, one that is being used, and one to spare.
+# One piece is being read, one waits, one is in use, and one is spare.
 _BUFFERS = 4
 _ALIGNMENT = 64  # so that a piece can be viewed as any dtype
 
 
 class Stored(NamedTuple):
-    """Bytes in a file, and the checksum that they should have."""
+    """Bytes in a file, and their expected checksum."""
 
     key: str
     path: Path
@@ -38,7 +38,7 @@ class Stored(NamedTuple):
 
 
 def stored(key: str, directory: Path, info: StorageInfo) -> Stored | None:
-    """The payload of an item, as pyckpt's metadata tells it; None for an item of another writer."""
+    """The payload of an item, by pyckpt's metadata; None for an item of another writer."""
     extra = info.__dict__
     if "crc32" not in extra:
         return None
@@ -54,14 +54,15 @@ def stored(key: str, directory: Path, info: StorageInfo) -> Stored | None:
 def read_pieces(
     payloads: Sequence[Stored], *, direct: Direct = "auto", engine: Engine | None = None
 ) -> Iterator[tuple[Stored, torch.Tensor]]:
-    """Read payloads one after another, each in pieces of ``PIECE_BYTES`` but the last of it.
+    """Read payloads one after another, in pieces of ``PIECE_BYTES``; the last piece of a payload
+    may be shorter.
 
     Yields each piece, a tensor of bytes, with its payload. The memory of a piece is used again for
     the third one after it.
 
     Raises:
-        CorruptCheckpoint: a payload has not the checksum that it should have, known when its last
-            piece was read; or its file ends before it does.
+        CorruptCheckpoint: a payload does not have its checksum, which is known after its last
+            piece; or its file is too short.
         OSError: a file cannot be read.
     """
     buffers = [torch.empty(0, dtype=torch.uint8)] * _BUFFERS
@@ -149,9 +150,9 @@ def verify(
     direct: Direct = "auto",
     engine: Engine | None = None,
 ) -> set[str]:
-    """Read a checkpoint, or what it holds under some keys, and compare all checksums that it has.
+    """Read a checkpoint, or its items under some keys, and compare all checksums.
 
-    Items that stock wrote have theirs in the archive that each of them is.
+    An item that stock wrote is a zip archive, with the checksums in it.
 
     Args:
         keys: those to read, default all.
@@ -161,7 +162,7 @@ def verify(
         Keys of items that have no checksums.
 
     Raises:
-        CorruptCheckpoint: some do not match; the first that was found.
+        CorruptCheckpoint: a checksum does not match; names the first.
         OSError: a file cannot be read.
     """
     items = [
@@ -190,7 +191,7 @@ def verify(
 def _share(
     items: Sequence[tuple[str, StorageInfo]], number: int, of: int
 ) -> Iterator[tuple[str, StorageInfo]]:
-    """One of so many runs of items, of about as many bytes each."""
+    """The ``number``-th of ``of`` runs of items, which have about equally many bytes."""
     total = sum(info.length for _, info in items)
     at = 0
     for key, info in items:

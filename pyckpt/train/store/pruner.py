@@ -139,8 +139,8 @@ class Pruner:
         self._passed = self._newer_than(step)
 
     def begun(self) -> None:
-        """This job has begun to save, and from here on no other does. One may have since this one
-        restored: the log says so."""
+        """This job has begun to save, and from now on no other job does. If another job has saved
+        since this one restored, the log says so."""
         if self._restored is None:
             return
         late = self._newer_than(self._restored) - self._passed - {*self._distrusted}
@@ -157,7 +157,7 @@ class Pruner:
         try:
             newer = [found for found in self._catalog.steps() if found > step]
             return {found for found in newer if self._catalog.examine(found).checkpoint is not None}
-        except OSError as error:  # the other ranks are through
+        except OSError as error:  # do not raise: the other ranks have finished restoring
             _logger.warning("cannot tell what is newer than step %d: %s", step, error)
             return set()
 
@@ -166,7 +166,7 @@ class Pruner:
         self._thread.submit(int).result()
 
     def close(self) -> None:
-        """Wait for the prunes that were begun; take no more."""
+        """Wait for the prunes that were begun; begin no more."""
         self._thread.shutdown()
 
 
@@ -180,18 +180,19 @@ def prune(
     busy: Collection[int] = (),
     allowed: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> list[int]:
-    """Remove what ``retention`` does not keep, and what interruptions left. Never raises.
+    """Remove the checkpoints that ``retention`` does not keep, and remains of interruptions. Never
+    raises.
 
-    Removals that were interrupted are finished. Saves that were interrupted are cleared away where
-    they are older than the newest valid checkpoint, since nothing will go on with them; damaged
-    and foreign directories are left for people to look at.
+    Interrupted removals are finished. Interrupted saves are removed if they are older than the
+    newest valid checkpoint, since no job will continue them. Damaged and foreign directories stay,
+    so that a person can examine them.
 
     Args:
         committed: steps that stay.
-        protected: the same, and may change meanwhile.
-        distrusted: steps that do not count as checkpoints, and stay.
-        busy: steps that are being written; their directories are not touched. May change, too.
-        allowed: a block in which a removal may begin; raises `Superseded` where none may.
+        protected: other steps that stay. May change meanwhile.
+        distrusted: steps that are not counted as checkpoints, and stay.
+        busy: steps that are being written; their directories are not touched. May change meanwhile.
+        allowed: a block in which a removal may begin; raises `Superseded` if none may.
 
     Returns:
         The steps whose checkpoints were removed.
@@ -224,7 +225,7 @@ def prune(
         @contextmanager
         def beginning(step: int = step) -> Iterator[bool]:
             with allowed(), protected.lock:
-                # Since the directory was looked through, that may have taken long.
+                # Checked again, because listing the directory may have taken long.
                 yield step not in protected and step not in busy
 
         try:

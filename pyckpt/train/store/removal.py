@@ -1,9 +1,9 @@
-"""How a checkpoint goes, in an order that can be interrupted anywhere.
+"""Removes a checkpoint, in an order that can be interrupted anywhere.
 
-First the metadata gets another name, durably; from then on nothing takes the directory for a
-checkpoint. Then the data goes, and the renamed metadata last. So what an interruption leaves behind
-can be told from everything else, and is removed later. Removing goes by descriptors of directories
-and follows no links, so that it removes nothing elsewhere.
+First the metadata gets another name, durably. From then on no reader takes the directory for a
+checkpoint. Then the data files are removed, and the renamed metadata last. So the remains of an
+interrupted removal can be recognised, and are removed later. Removing uses descriptors of
+directories and follows no links, so that it removes nothing outside of the checkpoint.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def remove(
     """Remove a checkpoint, or go on with a removal that was interrupted.
 
     Args:
-        beginning: a block in which the metadata gets its other name; False says that it is to stay
-            after all.
-        remains: whether the directory has no metadata; it is left alone if it has.
+        beginning: a block in which the metadata gets its other name. If it yields False, the
+            checkpoint stays.
+        remains: whether the directory should have no metadata. If it has, it stays.
 
     Returns:
-        False where nothing was done because someone is reading it (``catalog.reading``), because
-        it is a link to a directory elsewhere, or because ``beginning`` or ``remains`` said so.
+        False if nothing was done: a process is reading it (``catalog.reading``), it is a link to
+        another directory, or ``beginning`` or ``remains`` forbade it.
 
     Raises:
-        OSError: something could not be removed; what is left is no valid checkpoint any more,
-            unless it was the first step that failed.
+        OSError: a file could not be removed. Unless the first step failed, the remains are no valid
+            checkpoint.
     """
     with ExitStack() as opened:
         parent = opened.enter_context(_opened(path.parent))
@@ -50,7 +50,7 @@ def remove(
         with beginning() as may:
             if not may or not _invalidate(folder, path, remains=remains):
                 return False
-            # What comes into the directory from here on is of a save that goes on.
+            # Files that appear from here on belong to a new save.
             names = os.listdir(folder)
         for name in names:
             if name != commit.REMOVED:
@@ -70,7 +70,7 @@ def _opened(path: str | Path, *, within: int | None = None) -> Iterator[int]:
     """A descriptor of a directory; of one ``within`` another only if it is no link.
 
     Raises:
-        NotADirectoryError: it is something else.
+        NotADirectoryError: it is a link, or no directory.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     if within is not None:
@@ -83,10 +83,10 @@ def _opened(path: str | Path, *, within: int | None = None) -> Iterator[int]:
 
 
 def _invalidate(folder: int, path: Path, *, remains: bool) -> bool:
-    """Give the metadata its other name; False where it is to stay."""
+    """Give the metadata its other name; False if it is to stay."""
     name = commit.metadata_name()
     try:
-        # NFS gives exclusive locks to those only who could write.
+        # NFS gives exclusive locks only to descriptors that can write.
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(name, flags, dir_fd=folder)
     except FileNotFoundError:
@@ -96,7 +96,8 @@ def _invalidate(folder: int, path: Path, *, remains: bool) -> bool:
             if remains or not mine:
                 return False
             os.rename(name, commit.REMOVED, src_dir_fd=folder, dst_dir_fd=folder)
-            # Before any data goes: a power failure must not bring the metadata back without it.
+            # Before any data is removed: after a power failure, the metadata must not be back
+            # while data is missing.
             commit.sync_opened_directory(folder, path)
     finally:
         os.close(descriptor)
@@ -104,7 +105,7 @@ def _invalidate(folder: int, path: Path, *, remains: bool) -> bool:
 
 
 def _remove(name: str, folder: int) -> None:
-    """Remove a file, a link, or a directory with all that is in it."""
+    """Remove a file, a link, or a directory with its content."""
     try:
         os.unlink(name, dir_fd=folder)
     except FileNotFoundError:

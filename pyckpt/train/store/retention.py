@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: a function of what there is and of what was asked for."""
+"""Which checkpoints are kept, as a function of the existing ones and of the settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Best = tuple[str, int, Literal["min", "max"]]
 
 @dataclass(frozen=True)
 class Retention:
-    """What to keep. The newest valid checkpoint, final ones and protected ones stay in any case.
+    """Which checkpoints to keep. The newest valid one, final ones and protected ones always stay.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -25,12 +25,12 @@ class Retention:
     """
 
     keep_last: int | None = None
-    """How many of the newest; None keeps all, whatever the others say; 0 keeps none once a newer or
-    final one is there."""
+    """How many of the newest to keep. None keeps all, whatever the other two are. 0 keeps none once
+    a newer or final one exists."""
     keep_every: int | None = None
     """Those whose step is a multiple of this."""
     keep_best: Best | None = None
-    """``(metric, n, mode)``: the n of the smallest ("min") or largest ("max") value."""
+    """``(metric, n, mode)``: the n with the smallest ("min") or largest ("max") value."""
 
     def __post_init__(self) -> None:
         if self.keep_last is not None:
@@ -56,13 +56,13 @@ def surplus(
 
     Args:
         checkpoints: the valid ones, in any order, each step once.
-        retention: what to keep.
-        protected: steps to keep besides.
+        retention: which ones to keep.
+        protected: other steps to keep.
     """
     if retention.keep_last is None or not checkpoints:
         return []
     keep = {checkpoint.step for checkpoint in checkpoints if checkpoint.final}
-    # Final ones do not count among the last ones: those are for going back to.
+    # Final ones do not count among the newest, which are kept to resume from.
     newest = sorted((c.step for c in checkpoints if not c.final), reverse=True)
     keep.update(newest[: retention.keep_last])
     keep.add(max(checkpoint.step for checkpoint in checkpoints))
@@ -76,7 +76,7 @@ def surplus(
 
 def _best(checkpoints: Sequence[CheckpointInfo], best: Best) -> list[int]:
     metric, count, mode = best
-    # Of equal ones the newer. What has no number to compare is not among the best.
+    # Of equal ones the newer. Checkpoints without a number are not among the best.
     ranked = sorted(
         (checkpoint.metrics[metric] * (1 if mode == "min" else -1), -checkpoint.step)
         for checkpoint in checkpoints
@@ -86,8 +86,8 @@ def _best(checkpoints: Sequence[CheckpointInfo], best: Best) -> list[int]:
 
 
 def stays_unread(step: int, newer: Sequence[CheckpointInfo], retention: Retention) -> bool:
-    """Whether a checkpoint is kept whatever it holds, so that its metadata, of which there may be
-    thousands, need not be read."""
+    """Whether a checkpoint is kept whatever its metadata says, so that the metadata need not be
+    read. There may be thousands of checkpoints."""
     if retention.keep_last is None:
         return bool(newer)
     if retention.keep_every is None or retention.keep_best is not None:

@@ -1,8 +1,8 @@
-"""How the files of an export take the places of those of an earlier one.
+"""Replaces the files of an earlier export by those of a new one.
 
-They are written in a directory of their own, beside the earlier ones, and take their places when
-all of them are complete and durable. While they do, there is no index: a program that is killed
-leaves the old model, the new one, or files that do not load as a model.
+The new files are written in a directory of their own, beside the old ones. They are renamed into
+place when all of them are complete and durable. During the renames there is no index: a program
+that is killed leaves the old model, the new one, or files that do not load as a model.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pyckpt.format import commit
 __all__ = ["CONFIG", "new_file", "put_in_place", "temporary_directory"]
 
 CONFIG = "config.json"
-"""The file beside the weights that says what model they are of."""
+"""The file beside the weights that describes their model."""
 
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Any]:
-    """A file that is durable at the end."""
+    """A new file, which is durable when the block ends."""
     with path.open("w+b", buffering=0) as file:
         yield file
         os.fsync(file.fileno())
@@ -38,8 +38,8 @@ _TEMPORARY = re.compile(r"\.pyckpt-export-[0-9a-f]{32}")
 
 @contextmanager
 def temporary_directory(target: Path) -> Iterator[Path]:
-    """A directory in ``target`` for the files of one export, gone at the end. Those of exports that
-    were killed go, too: whoever uses one holds its lock."""
+    """A directory in ``target`` for the files of one export, removed at the end. Also removes those
+    of killed exports, which are those that no process has locked."""
     with _one_at_a_time(target):
         for name in os.listdir(target):
             if _TEMPORARY.fullmatch(name):
@@ -47,7 +47,7 @@ def temporary_directory(target: Path) -> Iterator[Path]:
         path = target / f".pyckpt-export-{uuid.uuid4().hex}"
         path.mkdir()
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        with suppress(OSError):  # without locks others leave it alone
+        with suppress(OSError):  # without locks, other exports do not remove it
             fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
         yield path
@@ -68,20 +68,20 @@ def _remove_unused(path: Path) -> None:
 
 @contextmanager
 def _one_at_a_time(directory: Path) -> Iterator[None]:
-    """Exports into one directory take turns in here, where the file system has locks."""
+    """Let one export at a time run this block for a directory, if the file system has locks."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        with suppress(OSError):  # a process that was forked meanwhile has it, too
+        with suppress(OSError):  # a process that was forked meanwhile also has the descriptor
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
 def _is_same_config(temporary: Path, target: Path, names: Sequence[str]) -> bool:
-    """Whether all that an export puts beside a single file is the ``config.json`` that is there."""
+    """Whether an export puts nothing beside a single file but the ``config.json`` of before."""
     if list(names[:-1]) != [CONFIG]:
         return False
     try:
@@ -93,16 +93,16 @@ def _is_same_config(temporary: Path, target: Path, names: Sequence[str]) -> bool
 def put_in_place(
     temporary: Path, target: Path, names: Sequence[str], kind: tuple[str, str]
 ) -> None:
-    """Replace an earlier export by the files in ``temporary``, of which the last makes them count:
-    the only file, or the index, which is what loaders look for."""
+    """Replace an earlier export by the files in ``temporary``. The last of ``names`` completes it:
+    the only file, or the index, for which loaders look."""
     stem, suffix = kind
     single = f"{stem}.{suffix}"
     ours = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{suffix}(\.index\.json)?")
     index = target / f"{single}.index.json"
     with _one_at_a_time(target):
         if len(names) > 1 and not _is_same_config(temporary, target, names):
-            # Shards may have the names of other shards: none must load by the old index. Nor must
-            # old weights with a new configuration.
+            # New shards may have the names of old ones, and must not load by the old index. Nor
+            # may old weights load with a new configuration.
             index.unlink(missing_ok=True)
             (target / single).unlink(missing_ok=True)
             commit.sync_directory(target)
@@ -111,7 +111,7 @@ def put_in_place(
         commit.sync_directory(target)
         (temporary / names[-1]).replace(target / names[-1])
         commit.sync_directory(target)
-        # What an index names goes after it.
+        # An old index is removed before the files that it names.
         old = [name for name in os.listdir(target) if ours.fullmatch(name) and name not in names]
         for name in sorted(old, key=lambda name: name != index.name):
             (target / name).unlink()

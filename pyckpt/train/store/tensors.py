@@ -1,8 +1,8 @@
 """The tensors of a checkpoint, each as a stream of its elements in row-major order.
 
-Nothing is held in memory as a whole, but tensors that a layout converts. Tensors are read in pieces
-(pieces.py), one after another; those that were saved in parts that are no runs of rows, by other
-writers, or with other strides, are put together box by box.
+Only tensors that a layout converts are held in memory as a whole. Tensors are read in pieces
+(pieces.py), one after another. Tensors that another writer saved, or that were saved with other
+strides, or in parts that are not runs of rows, are put together box by box.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ mapping of the names that change."""
 
 @dataclass(frozen=True, eq=False)
 class ModelTensor:
-    """A tensor of the checkpoint, under the name that it is exported as."""
+    """A tensor of the checkpoint, and its name in the export."""
 
     name: str
     key: str
     meta: TensorStorageMetadata
     dtype: torch.dtype
-    """To write."""
+    """The dtype to write."""
     convert: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """What its values go through as a whole, if anything."""
+    """Converts the values of the whole tensor, if not None."""
 
     @property
     def nbytes(self) -> int:
@@ -110,7 +110,7 @@ class TensorSource:
         return dict(tied)
 
     def _values(self, tensor: ModelTensor) -> Any:
-        """What is equal for tensors of equal values."""
+        """A value that is equal for tensors of equal values."""
         chunks = []
         for chunk, payload in self._chunks(tensor):
             if payload is None:
@@ -124,7 +124,7 @@ class TensorSource:
         for i, chunk in enumerate(tensor.meta.chunks):
             info = self.metadata.storage_data[MetadataIndex(tensor.key, chunk.offsets, i)]
             payload = None
-            # Without an envelope the item is no raw tensor; with strides, not in our order.
+            # Without an envelope the item is no raw tensor; with strides, it is not row-major.
             if info.__dict__.get("payload_offset") and "payload_stride" not in info.__dict__:
                 payload = stored(tensor.key, self.checkpoint, info)
             found.append((chunk, payload))
@@ -161,7 +161,7 @@ class TensorSource:
     def _converted(
         self, tensor: ModelTensor, convert: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """A tensor that is converted as a whole, and so is in memory as a whole."""
+        """Read a whole tensor into memory, and convert it."""
         plain = replace(tensor, convert=None)
         whole = torch.cat([piece for _, piece in self.read([plain])])
         shape = tensor.meta.size
@@ -174,7 +174,7 @@ class TensorSource:
         return made.contiguous().view(-1)
 
     def _runs(self, tensor: ModelTensor) -> list[Stored] | None:
-        """The payloads that, end to end, are the tensor; None where they are not."""
+        """The payloads that, end to end, make the tensor; None if they do not."""
         size = tensor.meta.size
         runs = []
         row = 0
@@ -198,7 +198,7 @@ class TensorSource:
         dtype = tensor.meta.properties.dtype
         limit = max(1, PIECE_BYTES // dtype.itemsize)
         if tensor.meta.size.numel() > limit:
-            # What is read in part has no checksum of its own.
+            # A part of an item has no checksum of its own.
             verify(
                 self.checkpoint,
                 self.metadata,
@@ -219,7 +219,7 @@ class TensorSource:
 
 
 class _Into:
-    """What a reader needs of a planner, to read into one tensor."""
+    """The methods of a planner that a reader needs to read into one tensor."""
 
     def __init__(self, box: torch.Tensor) -> None:
         self._box = box
@@ -235,7 +235,7 @@ class _Into:
 
 
 def _split(shape: Sequence[int], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of boxes of at most ``limit`` elements that, one after another, are a
+    """Offsets and sizes of boxes of at most ``limit`` elements that, one after another, make a
     tensor in row-major order."""
     count = 1
     for extent in shape:

@@ -1,7 +1,7 @@
-"""Errors of reading a checkpoint: which may pass, which tell of damage, and which of neither.
+"""Classifies errors of reading a checkpoint: transient, damage, or neither.
 
-A checkpoint is given up for an older one because it is damaged, and for no other reason: a server
-that is slow to answer, or a directory that this user may not read, says nothing of its bytes.
+A checkpoint is given up for an older one only if it is damaged. A server that is slow to answer, or
+a directory that this user may not read, is no evidence of damage.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _logger = logging.getLogger("pyckpt")
 T = TypeVar("T")
 
 DELAYS = (0.05, 0.2, 1.0)
-"""Seconds to wait before each further attempt at what may pass."""
+"""Seconds to wait before each further attempt after a transient error."""
 
 _SHORTAGES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 _PASSING = (errno.EINTR, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EIO)
 
-# What is missing, or is something else than it should be; and what file systems say of blocks that
-# they cannot read, or whose own checksums do not match.
+# A file is missing or of another kind; or the file system cannot read blocks, or finds that their
+# own checksums do not match.
 _DAMAGE = (
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO),
     *(errno.EINVAL, errno.EOVERFLOW),
@@ -38,24 +38,24 @@ _DAMAGE = (
 
 
 class Failure(IntEnum):
-    """What an error says of a checkpoint; of several, the largest counts."""
+    """The kind of an error of reading a checkpoint; of several, the largest counts."""
 
     NONE = 0
     DAMAGE = 1
-    """It cannot be read, now or later."""
+    """The checkpoint cannot be read, now or later."""
     PASSING = 2
-    """Nothing yet: it may be read when that is tried again."""
+    """A transient error: another attempt may succeed."""
     OTHER = 3
-    """Nothing: the reason is elsewhere."""
+    """The cause is not in the checkpoint."""
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether a call failed for want of memory or descriptors, which says nothing of the file."""
+    """Whether a call failed for lack of memory or descriptors, which is no fault of the file."""
     return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 
 def failure_of(error: BaseException, *, last: bool) -> Failure:
-    """What an error of reading a checkpoint says of it; ``last`` where it is not tried again."""
+    """The kind of an error of reading a checkpoint. ``last``: no further attempt is made."""
     if isinstance(error, LoadError) and error.failures and error.__cause__ is not None:
         # The errors of ranks that failed in different ways, chained.
         causes: list[BaseException] = []
@@ -74,10 +74,10 @@ def failure_of(error: BaseException, *, last: bool) -> Failure:
 
 
 def persist(call: Callable[[], T]) -> T:
-    """Make a call again, a few times, where it fails for a reason that may pass.
+    """Make a call, and repeat it a few times after transient errors.
 
     Raises:
-        OSError: what the last attempt raised.
+        OSError: the error of the last attempt.
     """
     for delay in DELAYS:
         try:

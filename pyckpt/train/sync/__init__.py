@@ -1,1 +1,1 @@
-"""What ranks tell each other, and what reaches one rank and is meant for all of them."""
+"""Agreement between ranks, and requests that reach one rank and are meant for all."""

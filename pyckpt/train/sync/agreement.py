@@ -1,19 +1,19 @@
-"""How ranks that run a little apart come to do the same thing at the same step.
+"""How ranks that run at slightly different times act at the same step.
 
-A save is collective, so all ranks must start it at the same step; but a signal reaches one rank,
-clocks differ, and the end of the previous save is seen by one rank a step earlier than by another.
-Asking each other at every step would stop training. So a thread of each rank does the talking, in
-rounds over a gloo group of its own:
+A save is collective, so all ranks must start it at the same step. But a signal reaches one rank,
+clocks differ, and one rank sees the end of the previous save a step earlier than another. Asking
+each other at every step would stop training. So a thread of each rank communicates, in rounds over
+a gloo group of its own:
 
-1. All ranks reduce what they know (``Facts``), taking the largest of each number. Most rounds find
-   nothing new and end here.
-2. If there is something new, each rank names a step that it has not come to yet, and promises not
-   to pass it before the round is over. The largest of these steps is one that no rank has come to:
-   **from that step on**, the new facts are in force, on every rank alike.
+1. All ranks reduce their counts (``Facts``), taking the largest of each number. In most rounds no
+   count has changed, and the round ends here.
+2. If a count has changed, each rank names a step that it has not reached, and does not pass that
+   step before the round is over. No rank has reached the largest of these steps. **From that step
+   on**, the new facts are in force on all ranks.
 
-So ``at(step)`` gives the same answer on all ranks, and needs no communication. It waits in one case
-only: the rank comes to the step that it named before the round is over. It names one far enough
-ahead, by the time that rounds and steps take, for that to be rare.
+So ``at(step)`` returns the same on all ranks, without communication. It waits in one case only: the
+rank reaches the step that it named before the round is over. To make that rare, the rank measures
+the time of rounds and steps, and names a step far enough ahead.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ _logger = logging.getLogger("pyckpt")
 
 _PERIOD_SECONDS = 0.1
 _EXIT_SECONDS = 5.0
-# Farther ahead, a round that was held up once would make signals act late for long; nearer,
-# training would wait for the next that is.
+# With more, one slow round would make signals act late for long. With less, training would wait for
+# the next slow round.
 _AHEAD_SECONDS = 1.0
 _SHORTEST_STEP_SECONDS = 1e-6
 _NEVER = -(1 << 62)  # before any step
 
 
 class Facts(NamedTuple):
-    """Counts that only grow. Together, ranks know of each the most that one of them has seen; of
-    ``saved``, the least."""
+    """Counts that only grow. The ranks agree on the largest that any rank has, and for ``saved`` on
+    the smallest."""
 
     stops: int = 0
     """Requests to stop."""
     requests: int = 0
-    """Requests to save that no step number made."""
+    """Requests to save that do not come from the number of a step."""
     saved: int = 0
-    """Saves that ended, well or badly."""
+    """Saves that have ended or failed."""
     failed: int = 0
     """The number of the last save that failed: 1 for the first save."""
 
 
 class Agreement(ABC):
-    """What the ranks know together."""
+    """The facts that all ranks act on."""
 
     @abstractmethod
     def at(self, step: int) -> Facts:
@@ -68,7 +68,7 @@ class Agreement(ABC):
 
     @abstractmethod
     def close(self, *, wait: bool) -> None:
-        """Take no part any more. With ``wait``, return when all ranks have closed."""
+        """End taking part. With ``wait``, return when all ranks have closed."""
 
 
 class LocalAgreement(Agreement):
@@ -88,10 +88,10 @@ class GroupAgreement(Agreement):
     """The ranks of a gloo group that nobody else uses.
 
     Args:
-        facts: what this rank knows; called from a thread.
+        facts: returns the facts of this rank; called from a thread.
         group: the group. Every rank must make its GroupAgreement.
-        on_lost: called with the error, from a thread, when a rank is gone and no more can be agreed
-            on. What this rank is asked to stop by counts from then on without the others.
+        on_lost: called with the error, from a thread, when a rank is gone and the ranks can no
+            longer agree. From then on, requests to stop act on the rank that they reach.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class GroupAgreement(Agreement):
         self._over = False
         self._step_seconds = 0.0
         self._stepped = 0.0
-        # Own synchronisation.
+        # These need no lock.
         self._closing = threading.Event()
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pyckpt-agree", daemon=True)
@@ -125,8 +125,8 @@ class GroupAgreement(Agreement):
         now = time.monotonic()
         with self._condition:
             if self._stepped:
-                # A mean of times, not of paces: a program that queues steps for a GPU takes almost
-                # no time for some, and the time of several for the next.
+                # A mean of times, not of rates: a program that queues steps for a GPU takes almost
+                # no time for some steps, and the time of several for the next.
                 took = (now - self._stepped) / max(1, step - self._step)
                 took = max(took, _SHORTEST_STEP_SECONDS)
                 before = self._step_seconds
@@ -173,7 +173,7 @@ class GroupAgreement(Agreement):
                     return
                 self._left.wait(_PERIOD_SECONDS)
         except RuntimeError as error:
-            # A rank is gone, and training will find out too. What was agreed on stays.
+            # A rank is gone, and training will find out too. Facts in force stay so.
             _logger.warning("ranks cannot agree on saves any more: %s", error)
             if not self._closing.is_set():
                 self._on_lost(error)

@@ -22,19 +22,19 @@ _logger = logging.getLogger("pyckpt")
 
 
 class Ranks:
-    """Two gloo groups of the same ranks as ``process_group``, one for each thread that uses one.
+    """Two gloo groups of the ranks of ``process_group``, one for each thread that communicates.
 
     Making it is collective. Without `torch.distributed` there is one rank, and no group.
 
     Args:
         process_group: the ranks, default all.
-        timeout: how long to wait for a rank; default what gloo groups have.
+        timeout: how long to wait for a rank; by default that of torch's gloo groups.
 
     Attributes:
-        rank, size: of this process, among them.
+        rank, size: of this process in the group, and of the group.
         work: for saving and loading.
         talk: for ``GroupAgreement``; None for a single rank.
-        lost: why the ranks can do nothing together any more; None as long as they can.
+        lost: the error after which the ranks cannot act together; None before it.
     """
 
     def __init__(
@@ -67,7 +67,8 @@ class Ranks:
         return self._largest([number], torch.int64)[0]
 
     def on_any(self, names: Sequence[str], mine: Collection[str]) -> list[str]:
-        """Those of some names, the same on all ranks, that any rank calls its own. Collective.
+        """The names, of some that are the same on all ranks, that any rank has in ``mine``.
+        Collective.
 
         Raises:
             RanksLost: a rank did not come.
@@ -90,25 +91,25 @@ class Ranks:
         found: list[int] = tensor.tolist()
         return found
 
-    # --- when some do not come --------------------------------------------------------------------
+    # --- missing ranks ----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise if the ranks can do nothing together any more.
+        """Check that the ranks can still act together.
 
         Raises:
-            RanksLost: so it is.
+            RanksLost: they cannot.
         """
         if self.lost is not None:
             raise self.lost
 
     def arrive(self) -> None:
-        """Let the others know that this rank has come to where all ranks meet next."""
+        """Record that this rank has come to the next meeting of all ranks."""
         if self._roll_call is not None:
             self._roll_call.arrive()
 
     @contextmanager
     def meetings(self, number: int) -> Iterator[None]:
-        """In this block all ranks ``arrive`` so many times; or fewer, where the block fails."""
+        """In this block all ranks ``arrive`` so many times, or fewer if the block fails."""
         count = 0 if self._roll_call is None else self._roll_call.count
         try:
             yield
@@ -117,14 +118,14 @@ class Ranks:
                 self._roll_call.count = count + number
 
     def lose(self, error: BaseException, doing: str) -> RanksLost:
-        """The ranks did not meet: note that they have parted, and find out who is missing.
+        """The ranks did not meet: record that, and find out which are missing.
 
         Args:
-            error: what the collective raised.
-            doing: what it was part of.
+            error: the error of the collective.
+            doing: the action that it was part of.
 
         Returns:
-            What to raise: now, and wherever the ranks would meet again.
+            The error to raise, now and in all later meetings.
         """
         with self._losing:
             if self.lost is None:
@@ -152,7 +153,7 @@ class Ranks:
         )
 
     def close(self) -> None:
-        """Let go of the groups. Idempotent."""
+        """Destroy the groups. Idempotent."""
         groups, self.work, self.talk = (self.work, self.talk), None, None
         if dist.is_available() and dist.is_initialized():
             for group in groups:
@@ -161,7 +162,7 @@ class Ranks:
 
 
 def _gloo(process_group: dist.ProcessGroup | None, timeout: timedelta | None) -> Any:
-    # Where only some of all ranks are in the group, the others do not come here to make another.
+    # Ranks outside of the group do not make this call, so only its own ranks synchronise.
     ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
     return dist.new_group(
         ranks, timeout=timeout, backend="gloo", use_local_synchronization=ranks is not None

@@ -1,4 +1,4 @@
-"""What this rank is asked to do, by calls, by signals and by its clock."""
+"""Requests to this rank to save or to stop, by calls, by signals and by its clock."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class Requests:
     """Counts requests to save and to stop, until the ranks agree on them. Any thread may use it.
 
     Args:
-        signals: which ask for a stop.
-        is_due: whether so many seconds after the last save another one is due; called on one rank
-            only, since the clocks of ranks differ, and None on the others.
+        signals: signals that ask for a stop.
+        is_due: whether a save is due so many seconds after the last one. Only one rank has it,
+            since the clocks of ranks differ; None on the others.
     """
 
     def __init__(self, signals: StopSignals, is_due: Callable[[float], bool] | None) -> None:
         self._signals = signals
         self._is_due = is_due
-        # A handler of a signal may find its own thread to hold it: it can be taken twice.
+        # Reentrant: a signal handler may run while its own thread holds the lock.
         self.lock = fork_safe_lock()
         self.saved_at = time.monotonic()
         """When the last save began."""
         self.served = 0
-        """Requests that a save was started for. Set by the training thread."""
+        """The number of requests for which a save was started. Set by the training thread."""
         self._saves = 0
         self._stops = 0
 
@@ -38,8 +38,8 @@ class Requests:
             self._ask()
 
     def _ask(self) -> None:
-        # The count that all ranks know is the largest of theirs: to be new, this one must be larger
-        # than what was served for others.
+        # The ranks agree on the largest of their counts. To be new, this count must be larger than
+        # the number of requests served for any rank.
         self._saves = max(self._saves, self.served) + 1
 
     def ask_stop(self) -> None:
@@ -52,7 +52,7 @@ class Requests:
             self.saved_at = time.monotonic()
 
     def facts(self, saved: int, failed: int) -> Facts:
-        """What this rank knows, with what it knows of its saves; see `Facts`."""
+        """The facts of this rank, with the given counts of its saves; see `Facts`."""
         with self.lock:
             since = time.monotonic() - self.saved_at
             if self._is_due is not None and self._saves <= self.served and self._is_due(since):

@@ -1,4 +1,4 @@
-"""Who has come to where all ranks meet: what a collective that times out does not say."""
+"""Which ranks have come to a meeting of all ranks. A collective that times out does not tell."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["RollCall"]
 
 _logger = logging.getLogger("pyckpt")
 
-# The process that keeps the store may be the one that hangs.
+# A bound, since the process that keeps the store may be the one that hangs.
 _STORE_SECONDS = 5.0
 # Ranks that wait in the same collective give up at about the same time.
 _OTHERS_SECONDS = 5.0
@@ -27,17 +27,18 @@ T = TypeVar("T")
 
 
 class RollCall:
-    """Counts, in the store that the process group was made with, the meetings that each rank has
-    come to: a write of a few bytes for each, and nobody reads them unless a meeting fails.
+    """Counts the meetings that each rank has come to, in the store that the process group was made
+    with. A meeting costs a write of a few bytes. Ranks read them only if a meeting fails.
 
     All ranks must come to the same meetings in the same order. One thread at a time may ``arrive``.
 
     Args:
-        name: the same on all ranks, and no other roll call's.
-        rank, size: of this process, among those that meet.
+        name: the same on all ranks, and different for each roll call.
+        rank, size: of this process among the ranks that meet, and their number.
 
     Attributes:
-        count: of the meetings so far. To be set where an error may have kept a rank from some.
+        count: of the meetings so far. The caller sets it after an error, which may have kept this
+            rank from some meetings.
     """
 
     def __init__(self, name: str, rank: int, size: int) -> None:
@@ -48,24 +49,24 @@ class RollCall:
         self._hosts: dict[int, str] = {}
 
     def arrive(self) -> None:
-        """Note that this rank has come to the next meeting. Does not wait for anyone."""
+        """Record that this rank has come to the next meeting. Does not wait for other ranks."""
         self.count += 1
         self._tell(str(self._rank), f"{self.count} {host_name()}")
 
     def missing(self, *, wait: bool) -> list[int]:
-        """The ranks that did not come to the meeting that failed; none where that is not known.
+        """The ranks that did not come to the meeting that failed; empty if that is not known.
 
         Args:
-            wait: where all had come, it may be that one hangs in the middle of it. Those that do
-                not will give up, too, and call here: wait a little for them. Not to be done where
-                the meeting failed at once, and others may still be waiting in it.
+            wait: if all ranks had come, one may hang inside of the meeting. The others will also
+                give up and call this, so wait a little for them. Pass False if the meeting failed
+                at once, since others may still wait in it.
         """
         count = self.count
         self._tell(f"{self._rank}/gave up", "")
         return _within(_STORE_SECONDS + _OTHERS_SECONDS, lambda: self._missing(count, wait)) or []
 
     def host(self, rank: int) -> str:
-        """Where a rank runs, if it said so before."""
+        """The host of a rank; empty if it is not known."""
         return self._hosts.get(rank, "")
 
     def _missing(self, count: int, wait: bool) -> list[int]:
@@ -104,14 +105,14 @@ class RollCall:
 
 
 def _store(prefix: str) -> Any:
-    """The store of the default process group; None where it cannot be had."""
+    """The store of the default process group; None if it is not available."""
     stores: Any = dist
     try:
         store = stores.distributed_c10d._get_default_store()
         while isinstance(store, stores.PrefixStore):
             store = store.underlying_store
         if isinstance(store, stores.TCPStore):
-            # A connection of our own: others wait in theirs for long, and hold a lock meanwhile.
+            # A connection of its own: other users of the store wait for long, and hold a lock then.
             store = store.clone()
         return stores.PrefixStore(prefix, store)
     except Exception as error:
@@ -120,7 +121,7 @@ def _store(prefix: str) -> Any:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T | None:
-    """What a call returns; None where it takes longer, or raises."""
+    """The result of a call; None if it takes longer, or raises."""
     results: list[T] = []
 
     def run() -> None:
@@ -128,7 +129,7 @@ def _within(seconds: float, call: Callable[[], T]) -> T | None:
             results.append(call())
 
     thread = threading.Thread(target=run, name="pyckpt-roll-call", daemon=True)
-    with suppress(RuntimeError):  # there is no thread to be had
+    with suppress(RuntimeError):  # no thread can be started
         thread.start()
         thread.join(seconds)
     return results[0] if results else None

@@ -16,24 +16,23 @@ _SAME_SIGNAL_SECONDS = 1.0
 
 
 class StopSignals:
-    """Counts what it is sent, and does nothing else: saving from a handler would see a state in the
-    middle of a step.
+    """Records signals, and does nothing else: a handler that saved would save a state in the middle
+    of a step.
 
-    A second signal gives up: what handled the signal before is put back, and it is delivered
-    again, so that by default the process ends at once. The same signal within a second of the first
-    is the same request: schedulers signal a launcher and its workers, and the launcher passes its
-    own on.
+    At a second signal, the previous handler is restored and the signal is delivered again, so that
+    by default the process ends at once. The same signal within a second of the first is the same
+    request: schedulers signal a launcher and its workers, and the launcher passes its own on.
 
-    Processes that are forked have the handler too, and nobody there looks at what it counted: in
-    them the first signal is one too many already.
+    Forked processes inherit the handler, but no code there reads the record. So in them the first
+    signal is delivered to the previous handler at once.
 
     Args:
         names: signals such as "SIGTERM" or ``signal.SIGTERM``, or one.
-        clock: seconds, for tests.
+        clock: returns seconds; for tests.
 
     Raises:
         ValueError: there is no such signal; or there are signals, and this is not the main thread,
-            which alone can handle them.
+            the only one that can handle them.
     """
 
     def __init__(
@@ -68,10 +67,10 @@ class StopSignals:
         os.kill(os.getpid(), number)
 
     def close(self) -> None:
-        """Put back what handled the signals before. Idempotent."""
+        """Restore the previous handlers. Idempotent."""
         while self._previous:
             number, previous = self._previous.popitem()
-            # What somebody else has installed since is theirs to keep.
+            # A handler that other code has installed since stays.
             if signal.getsignal(number) == self._handle:
                 # None is a handler that C code installed, which Python cannot put back.
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
