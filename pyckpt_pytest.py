@@ -1,7 +1,7 @@
-"""Pytest fixtures that pin how often a region of code waits for the device.
+"""Pytest fixtures that limit how often a region of code waits for the device.
 
-A plugin of its own, beside the package, so that pytest loads neither torch nor pyckpt until a test
-asks for one of these::
+The plugin is a module beside the package, so that pytest loads neither torch nor pyckpt until a
+test uses one of these::
 
     def test_step_does_not_wait(no_syncs):
         with no_syncs():
@@ -23,7 +23,7 @@ __all__ = ["max_syncs", "no_syncs"]
 
 
 class _Limit:
-    """Fails the test on leaving the block, if it waited more often than it may."""
+    """Fails the test at the end of the block, if the block waited more often than ``limit``."""
 
     def __init__(self, limit: int, threads: str) -> None:
         from pyckpt.profiling import count_syncs
@@ -44,7 +44,7 @@ class _Limit:
         where: TracebackType | None,
     ) -> None:
         self._counter.__exit__(kind, error, where)
-        # What the block itself raised says more.
+        # An error of the block itself says more.
         if error is None and self._counts.total > self._limit:
             pytest.fail(_message(self._counts, self._limit), pytrace=False)
 
@@ -64,8 +64,9 @@ def no_syncs() -> Callable[..., _Limit]:
     """``with no_syncs():`` fails the test if the block makes the host wait for the device.
 
     The failure shows the stack of the first wait of each kind. ``threads="current"`` ignores other
-    threads. The block's counts are what ``as`` binds; see `pyckpt.profiling.count_syncs` for what
-    is seen: without a GPU, what is done to fake tensors alone.
+    threads. ``with no_syncs() as counts:`` gives the counts of the block. See
+    `pyckpt.profiling.count_syncs` for the waits that it sees. Without a GPU these are those of fake
+    tensors.
     """
 
     def limit(*, threads: str = "all") -> _Limit:
@@ -76,8 +77,8 @@ def no_syncs() -> Callable[..., _Limit]:
 
 @pytest.fixture
 def max_syncs() -> Callable[..., _Limit]:
-    """``with max_syncs(n):`` fails the test if the block waits more than ``n`` times; otherwise as
-    ``no_syncs``."""
+    """``with max_syncs(n):`` fails the test if the block waits more than ``n`` times. In all else
+    it is like ``no_syncs``."""
 
     def limit(n: int, *, threads: str = "all") -> _Limit:
         return _Limit(n, threads)

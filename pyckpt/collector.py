@@ -1,10 +1,11 @@
-"""Python's cyclic garbage collector, while we make many objects at once.
+"""Pauses Python's cyclic garbage collector while pyckpt makes many objects at once.
 
-It runs when many objects were made, looks at all of them, and finds nothing to free. Describing a
-checkpoint makes tens of thousands of small objects, and took two to four times as long with it.
+The collector runs when many objects were made, visits all of them, and finds none to free.
+Describing a checkpoint makes tens of thousands of small objects, and took two to four times as long
+with the collector.
 
-When the last pause ends, the collector begins with a look at all objects that were made since the
-first began. So whoever ends a pause drops first what it no longer needs.
+When the last pause ends, the collector begins by visiting all objects that were made since the
+first pause began. So code that ends a pause should first drop the objects that it no longer needs.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from pyckpt.locks import fork_safe_lock
 
 __all__ = ["CollectorPause", "collector_paused"]
 
-# Reentrant: a finalizer may end a pause, and may run wherever the collector comes back.
+# Reentrant: a finalizer may end a pause, and may run wherever the collector runs.
 _lock = fork_safe_lock()
 _pauses: set[CollectorPause] = set()
 _was_enabled = False
 
 
 class CollectorPause:
-    """Holds the collector off, in all threads, until its ``end``. Pauses may overlap: the collector
-    is back, if it was on before the first of them, after the last."""
+    """Keeps the collector off, in all threads, until its ``end``. Pauses may overlap. If the
+    collector was on before the first, it is on again after the last."""
 
     def __init__(self) -> None:
         global _was_enabled
@@ -37,7 +38,7 @@ class CollectorPause:
             _pauses.add(self)
 
     def end(self) -> None:
-        """Idempotent."""
+        """End the pause. Idempotent."""
         with _lock:
             if self not in _pauses:
                 return
@@ -57,7 +58,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def _after_fork() -> None:
-    # Those who would end them may be the parent's threads.
+    # The threads that would end them may be the parent's.
     for pause in list(_pauses):
         pause.end()
 

@@ -1,10 +1,10 @@
-"""The step guard: nobody writes to memory that is still being copied, or gives it away.
+"""The step guard: no step changes or frees memory that is still being copied.
 
 `torch.optim` calls global hooks before every step of every optimizer. pyckpt has one, which calls
-all who asked `before_steps` for it. For copies of the state it makes the step wait: on a GPU the
-stream that steps waits, on a CPU the thread. The steps of all optimizers wait, and not only of
-those that a stager was told of: a wrapper may step another optimizer than the program has in hand
-(ZeroRedundancyOptimizer, Accelerate), and a step that waits in vain costs nothing.
+all hooks that were given to `before_steps`. While the state is being copied, it makes the step
+wait: on a GPU the stream that steps waits, on a CPU the thread. The steps of all optimizers wait,
+not only of those that a stager was given. A wrapper may step another optimizer than the program
+holds (ZeroRedundancyOptimizer, Accelerate), and a needless wait costs nothing.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Guarded(Protocol):
     """Copies that a step must not overtake."""
 
     def guard(self) -> None:
-        """Make what the calling thread does next wait for the copies. Where that fails, the copies
-        must count as failed before this returns, or raises, which keeps the step from running."""
+        """Make the calling thread's next work wait for the copies. If that fails, the copies must
+        count as failed before this returns; or this raises, which keeps the step from running."""
 
 
 _lock = fork_safe_lock()
@@ -50,7 +50,7 @@ _guarded: tuple[weakref.ref[Guarded], ...] = ()
 
 Hook = Callable[[object], None]
 
-# Replaced, never changed: torch may be on its way through the hooks of a step, in another thread.
+# Replaced, never changed: another thread may be iterating over the hooks of a step.
 _hooks: tuple[Hook, ...] = ()
 
 
@@ -64,13 +64,13 @@ def before_steps(hook: Hook) -> None:
 
 @functools.cache
 def _hook_torch() -> None:
-    """Have torch call all hooks; for good, since torch must not lose one while it goes through its
-    own.
+    """Have torch call all hooks. The hook stays for good, since removing one while torch iterates
+    over its hooks would fail.
 
-    Dynamo does not look into the hook. If it did, it would compile a step anew for everything else
-    that the hook finds, and give up after a few times.
+    Dynamo does not trace the hook. If it did, it would compile a step again whenever the hook finds
+    other copies, and give up after a few times.
     """
-    # This imports dynamo, unless there has been an optimizer: making one imports it, too.
+    # This imports dynamo, unless an optimizer was made before, which also imports it.
     hidden = torch.compiler.disable(_before_step)  # type: ignore[no-untyped-call]
     register_optimizer_step_pre_hook(hidden)
 
@@ -82,14 +82,14 @@ def _before_step(optimizer: object, args: object, kwargs: object) -> None:
 
 @functools.cache
 def watch() -> None:
-    """Look at all steps from now on. Whoever has optimizers calls this before there are copies: a
-    step that is captured in a CUDA graph calls the hook at its capture, and never again; and a step
-    that is compiled after this is not compiled again for the first save's sake."""
+    """Hook all steps from now on. A stager calls this before there are copies, for two reasons. A
+    step that is captured in a CUDA graph calls the hook at its capture, and never again. And a step
+    that is compiled after this is not compiled again at the first save."""
     before_steps(_hold_step)
 
 
 def add(copies: Guarded) -> None:
-    """Hold steps back until ``copies`` are discarded, or gone."""
+    """Make steps wait for ``copies`` until these are discarded or deleted."""
     global _guarded
     watch()
     with _lock:
@@ -100,7 +100,7 @@ _told: set[str] = set()
 
 
 def tell_of_graphs(reason: str) -> None:
-    """Say in the log, once a reason, what a program is to do that replays steps."""
+    """Log, once for each reason, how a program that replays steps must call `wait_staged`."""
     if reason in _told:
         return
     _told.add(reason)
@@ -112,22 +112,22 @@ def tell_of_graphs(reason: str) -> None:
 
 
 def look_for_capture() -> None:
-    """Tell of a CUDA graph that is being captured on the current stream."""
-    # Asking for the stream would initialise CUDA.
+    """Log it if a CUDA graph is being captured on the current stream."""
+    # Getting the current stream would initialise CUDA.
     initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if initialized and torch.cuda.is_current_stream_capturing():
         tell_of_graphs("a CUDA graph is being captured that changes a state")
 
 
 def discard(copies: Guarded) -> None:
-    """Let steps go. Does nothing for copies that are not held."""
+    """No longer make steps wait for ``copies``. Does nothing if they do not."""
     global _guarded
     with _lock:
         _guarded = tuple(ref for ref in _guarded if ref() not in (copies, None))
 
 
 def _forget() -> None:
-    # The threads that copy are the parent's, and so is the state.
+    # The threads that copy, and the state, belong to the parent.
     global _guarded
     _guarded = ()
 
@@ -136,7 +136,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def hold() -> None:
-    """Make what the calling thread does next wait for all copies under way."""
+    """Make the calling thread's next work wait for all copies under way."""
     for ref in _guarded:
         copies = ref()
         if copies is not None:

@@ -1,9 +1,9 @@
-"""Locks that a forked child can take, whoever held them in its parent.
+"""Locks that a forked child can take, whichever thread of its parent held them.
 
-A fork copies locks as they are, but of the threads only the one that forks: what another thread
-held would stay locked in the child for ever. So locks of modules, and of objects that outlive a
-call, are made here, and renewed here in a child. What they guard is for its owner to make good
-there, if a thread that is gone could have left it half changed.
+A fork copies the locks in their present state, but only the thread that forks. A lock that another
+thread held would stay locked in the child for ever. So locks of modules, and of objects that
+outlive a call, are made here, and renewed in a child. If such a thread may have left guarded data
+half changed, the owner of the data must correct it in the child.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def fork_safe_lock() -> threading.RLock:
     """Make a `threading.RLock` that is free in a forked child. If the thread that forks holds it,
     that thread holds it in the child as well.
 
-    Reentrant, since no other kind says who holds it; and because finalizers, which may run wherever
-    the holder makes an object, then cannot wait for themselves.
+    Reentrant, since no other kind of lock knows which thread holds it. And a finalizer may run
+    wherever the holder makes an object, and must not wait for its own thread.
     """
     lock = threading.RLock()
     _locks.add(lock)
@@ -40,12 +40,12 @@ class Latch:
         self._wakes: SimpleQueue[None] = SimpleQueue()  # the one queue whose `put` is reentrant
 
     def set(self) -> None:
-        """Wake all who wait, and who will."""
+        """Wake all threads that wait, now or later."""
         self.is_set = True
         self._wakes.put(None)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Return True when it has happened, or False after so many seconds in which it did not."""
+        """Return True once it is set, or False if it is not set within ``timeout`` seconds."""
         try:
             if not self.is_set:
                 self._wakes.get(timeout=timeout)
@@ -53,7 +53,7 @@ class Latch:
             pass
         finally:
             if self.is_set:
-                self._wakes.put(None)  # for who else waits
+                self._wakes.put(None)  # for other threads that wait
         return self.is_set
 
 
@@ -63,5 +63,6 @@ def _renew() -> None:
             lock._at_fork_reinit()  # private, but what Python's own modules use
 
 
-# Modules that do more in a child import this one before they say so: their locks are free by then.
+# Modules with their own handlers in a child import this one first, so that their locks are free by
+# then.
 os.register_at_fork(after_in_child=_renew)

@@ -1,7 +1,7 @@
-"""What pyckpt uses of torch's checkpoints that is private, or that torch does not document.
+"""The names of torch's checkpoints that pyckpt uses although they are private or not documented.
 
 Each name is imported here and nowhere else, so that a torch that moves one breaks one line.
-``tests/test_contract.py`` says what each is needed for, and what is expected of it. The old
+``tests/test_contract.py`` says why each is needed, and what pyckpt expects of it. The old
 ShardedTensor has a module of its own, `pyckpt.dcp.sharded_tensors`.
 """
 
@@ -63,14 +63,14 @@ Method = TypeVar("Method", bound=Callable[..., object])
 
 
 def overrides(base: type, *, so_that: str) -> Callable[[Method], Method]:
-    """Mark a method by which torch is meant to find ours in the place of its own.
+    """Mark a method that overrides a private method of torch.
 
     Args:
-        base: torch's class, which calls it.
-        so_that: what the method is for.
+        base: torch's class, which calls the method.
+        so_that: the purpose of the method, for the error message.
 
     Raises:
-        ImportError: the class has no such method, so that ours would never be called.
+        ImportError: the class has no such method, so torch would never call ours.
     """
 
     def check(method: Method) -> Method:

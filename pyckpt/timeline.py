@@ -1,8 +1,8 @@
-"""Names for what Python threads do, in the timelines of Nsight Systems and other tools.
+"""Named ranges of Python threads in the timelines of Nsight Systems and other tools.
 
-The ranges are NVTX ranges of the domain "pyckpt", with bytes as their payload. They need the
-package ``nvtx`` (``pip install pyckpt[nvtx]``) and are nothing without it. The engine's native
-threads mark theirs themselves (csrc/nvtx.h), in builds with CUDA.
+The ranges are NVTX ranges of the domain "pyckpt", with bytes as their payload. Without the package
+``nvtx`` (``pip install pyckpt[nvtx]``) they do nothing. The engine's native threads mark their own
+ranges (csrc/nvtx.h), in builds with CUDA.
 """
 
 from __future__ import annotations

@@ -115,8 +115,7 @@ def _allowing(allowed: dict[str, Any]) -> Iterator[None]:
 
 
 def _allowed(allow: Sequence[Allowed]) -> dict[str, Any]:
-    """Return by name what the program allows to all loads, and what the caller allows to this one.
-    """
+    """Return, by name, what the program allows to all loads, and the caller to this one."""
     allowed: dict[str, Any] = dict(
         torchs_unpickler._get_user_allowed_globals()  # type: ignore[no-untyped-call]
     )

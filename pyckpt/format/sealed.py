@@ -1,5 +1,4 @@
-"""Stand-ins for classes and functions that a pickle names, and a check of the cost of reading one.
-"""
+"""Stand-ins for classes that a pickle names, and a check of what reading a pickle costs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Counting what makes the host wait for the device.
+"""Counts how often the host waits for the device, and why.
 
-`count_syncs` counts in this process; `pyckpt.profiling.nsys` reads reports of Nsight Systems;
-the fixtures ``no_syncs`` and ``max_syncs`` of the pytest plugin pin a number in a test.
+`count_syncs` counts in this process. `pyckpt.profiling.nsys` reads reports of Nsight Systems. The
+fixtures ``no_syncs`` and ``max_syncs`` of the pytest plugin limit the number in a test.
 """
 
 from pyckpt.profiling.counter import SyncCounter, count_syncs

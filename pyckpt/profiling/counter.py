@@ -1,4 +1,4 @@
-"""`count_syncs`: the trace and the operators, put together."""
+"""`count_syncs`: combines torch's GPU trace with the operators of a thread."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def count_syncs(
 
     Two sources are combined. Torch's GPU trace reports each stream, device and event
     synchronisation of torch exactly, of every thread, on a real device. The operators that this
-    thread dispatches tell of ``.item()`` and of copies between host and device, with their bytes;
-    they do so on fake tensors too, so that a test of how often code *would* wait needs no GPU.
+    thread dispatches show ``.item()`` and copies between host and device, with their bytes. Fake
+    tensors dispatch them as well, so a test of how often code *would* wait needs no GPU.
 
-    What neither sees: synchronisations of libraries that call CUDA themselves (NCCL, pyckpt's own
-    engine, torch's allocators among them), waits inside the driver (``cudaMalloc``, copies of
-    pageable memory that were asked not to block), and, of the operators, what other threads
-    dispatch, what compiled code does, and copies inside an operator or before the dispatcher
-    (``torch.tensor(..., device="cuda")``); the trace does report the synchronisations of these.
+    Neither source sees synchronisations of libraries that call CUDA themselves (such as NCCL,
+    pyckpt's own engine and torch's allocators), nor waits inside the driver (``cudaMalloc``,
+    non-blocking copies of pageable memory). The operators do not show those of other threads, of
+    compiled code, and copies inside an operator or before the dispatcher
+    (``torch.tensor(..., device="cuda")``). The trace does report the synchronisations of these.
     `pyckpt.profiling.nsys` sees them all.
 
-    Counters nest, and any number may be open. Nothing here initialises CUDA.
+    Counters nest, and any number may be open. Counting does not initialise CUDA.
 
     Args:
-        stacks: keep the Python stack of the first of each kind.
+        stacks: keep the Python stack of the first wait of each kind.
         threads: ``"all"``, or ``"current"`` for the thread that enters the block alone. A backward
             pass on a GPU runs in a thread of autograd.
-        operators: ``False`` leaves the operators out, which cost each of them some microseconds:
-            synchronisations alone are counted then.
+        operators: ``False`` counts synchronisations alone. Watching operators costs some
+            microseconds for each.
 
     Raises:
         ValueError: ``threads`` is neither.
@@ -52,7 +52,7 @@ def count_syncs(
 
 
 class SyncCounter:
-    """The context manager that `count_syncs` returns. It counts once."""
+    """The context manager that `count_syncs` returns. It can be used once."""
 
     def __init__(self, *, stacks: bool, threads: Threads, operators: bool) -> None:
         if threads not in ("all", "current"):
@@ -87,7 +87,7 @@ class SyncCounter:
             self._mode.__exit__(kind, error, where)  # type: ignore[no-untyped-call]
         trace.ignore(self._synchronised)
 
-    # --- what the sources call ----------------------------------------------------------------
+    # --- called by the sources ----------------------------------------------------------------
 
     def _synchronised(self, kind: trace.SyncKind) -> None:
         if self._only is None or self._only == threading.get_ident():
@@ -115,7 +115,7 @@ class SyncCounter:
         return self._counts.reported
 
     def _record(self, kind: Kind, *, unreported: bool = False) -> ThreadCounts:
-        """``unreported``: a wait that the trace does not report as well."""
+        """``unreported``: it is a wait, and the trace does not report it."""
         assert self._counts is not None
         counts = self._counts._of_this_thread()
         counts._events[kind] += 1

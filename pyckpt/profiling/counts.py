@@ -1,4 +1,4 @@
-"""What `count_syncs` found, in numbers."""
+"""The counts of `count_syncs`."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ WAITS: tuple[tuple[Kind, str], ...] = (
 
 @dataclass(frozen=True)
 class CopyCounts:
-    """Copies between host and device that were alike."""
+    """Copies between host and device of one direction, memory and blocking."""
 
     direction: Direction
     """``"d2h"``, device to host, or ``"h2d"``, host to device."""
     host_memory: HostMemory
-    """Of the host's tensor. ``"unknown"`` for fake tensors, and for ``.item()``, where the memory
-    is torch's own."""
+    """Memory of the host's tensor. ``"unknown"`` for fake tensors, and for ``.item()``, which uses
+    torch's own memory."""
     blocking: bool
     """Whether torch waited for the copy: it was not issued with ``non_blocking=True``. CUDA may
-    make the host wait for a copy of pageable memory all the same."""
+    make the host wait for a copy of pageable memory nevertheless."""
     count: int
     bytes: int
 
 
 class _Readings(ABC):
-    """What is read off one thread's counts, or off those of all threads."""
+    """Sums over the counts of one thread, or of all threads."""
 
     @abstractmethod
     def _threads(self) -> Iterable[ThreadCounts]:
-        """Those to be added up."""
+        """The counts to add up."""
 
     def count(self, kind: Kind) -> int:
         """How often ``kind`` was seen."""
@@ -65,8 +65,8 @@ class _Readings(ABC):
 
     @property
     def stream_syncs(self) -> int:
-        """Calls of torch that wait for a stream: the stream's own ``synchronize()``, and what
-        blocking copies and ``.item()`` do. Needs the real device."""
+        """Calls of torch that wait for a stream: the stream's ``synchronize()``, blocking copies
+        and ``.item()``. Needs the real device."""
         return self.count("stream_sync")
 
     @property
@@ -91,17 +91,17 @@ class _Readings(ABC):
 
     @property
     def data_dependent(self) -> int:
-        """Operators, other than reads of a scalar, whose result or its shape the host must read
-        from the device: ``nonzero``, ``unique``, ``equal``, indexing with a mask."""
+        """Operators, other than reads of a scalar, for which the host must read the result, or its
+        shape, from the device: ``nonzero``, ``unique``, ``equal``, indexing with a mask."""
         return self.count("data_dependent")
 
     @property
     def total(self) -> int:
         """How often the host waited for the device, each wait counted once.
 
-        On a real device these are the synchronisations that torch reported: ``.item()`` is one of
-        them, a stream synchronisation. On fake tensors, where nothing waits, they are the reads,
-        blocking copies and data-dependent operators that would.
+        On a real device these are the synchronisations that torch reported; an ``.item()`` is one
+        stream synchronisation. On fake tensors they are the reads, blocking copies and
+        data-dependent operators that would wait.
         """
         return (
             self.stream_syncs
@@ -112,10 +112,10 @@ class _Readings(ABC):
 
     @property
     def copies(self) -> tuple[CopyCounts, ...]:
-        """Copies between host and device, by direction, memory and blocking; with ``.item()``."""
+        """Copies between host and device, by direction, memory and blocking; and ``.item()``."""
         merged: dict[tuple[Direction, HostMemory, bool], list[int]] = {}
         for thread in self._threads():
-            # Other threads may be adding to theirs: list() takes the items in one piece.
+            # Other threads may add to their counts meanwhile: list() takes all items at once.
             for key, (count, size) in list(thread._copies.items()):
                 entry = merged.setdefault(key, [0, 0])
                 entry[0] += count
@@ -141,7 +141,7 @@ class _Readings(ABC):
         return sum(copies.bytes for copies in self.copies if copies.direction == "h2d")
 
     def as_dict(self) -> dict[str, Any]:
-        """All counts, as JSON takes them."""
+        """All counts, in a form for JSON."""
         return {
             "total": self.total,
             "stream_syncs": self.stream_syncs,
@@ -155,11 +155,11 @@ class _Readings(ABC):
 
 
 class ThreadCounts(_Readings):
-    """What one thread did. Only that thread writes; any may read."""
+    """The counts of one thread. Only that thread writes; any thread may read."""
 
     def __init__(self, name: str, ident: int) -> None:
         self.name = name
-        """As Python knows the thread; ``native-<ident>`` for one that Python did not start."""
+        """Python's name of the thread; ``native-<ident>`` if Python did not start it."""
         self.ident = ident
         self._events: Counter[Kind] = Counter()
         self._copies: dict[tuple[Direction, HostMemory, bool], list[int]] = {}
@@ -177,12 +177,12 @@ class ThreadCounts(_Readings):
 
 
 class SyncCounts(_Readings):
-    """What `count_syncs` counted: live inside of the ``with``, fixed after it."""
+    """The counts of `count_syncs`. They grow inside of the ``with`` block, and stay after it."""
 
     def __init__(self, *, reported: bool) -> None:
         self.reported = reported
-        """Whether torch reports its synchronisations here. Where it does not (a torch without GPU
-        traces), `total` holds what the operators tell, as it does for fake tensors."""
+        """Whether torch reports its synchronisations here. If not (a torch without GPU traces),
+        `total` counts operators, as for fake tensors."""
         self._stacks: dict[Kind, StackSummary] = {}
         self._all: list[ThreadCounts] = []
         self._lock = fork_safe_lock()
@@ -194,13 +194,14 @@ class SyncCounts(_Readings):
 
     @property
     def by_thread(self) -> tuple[ThreadCounts, ...]:
-        """The counts of each thread that did anything, in the order of their first."""
+        """The counts of each thread that has any, in the order of their first entries."""
         return tuple(self._all)
 
     @property
     def stacks(self) -> Mapping[Kind, StackSummary]:
-        """The Python stack of the first of each kind, outermost call first, from the ``with`` on;
-        empty unless asked for. A thread that runs no Python, as autograd's do, has none."""
+        """The Python stack of the first wait of each kind, outermost call first, from the ``with``
+        on; empty without ``stacks=True``. A thread that runs no Python, such as autograd's, has no
+        stack."""
         return dict(self._stacks)
 
     def _of_this_thread(self) -> ThreadCounts:

@@ -15,7 +15,7 @@ __all__ = ["fake_cuda"]
 
 
 class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives a number to whoever reads a scalar; fake tensors have none, and would raise."""
+    """Gives a number to code that reads a scalar. Fake tensors have no values, and would raise."""
 
     def __init__(self, answer: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -33,10 +33,10 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _WithoutGuards(TorchFunctionMode):  # type: ignore[no-untyped-call]
-    """Calls operators past the bindings that make a device current first.
+    """Calls operators without the bindings that first make a device current.
 
-    A torch built without CUDA cannot do that, not even where every tensor is fake; one that was
-    built with it, but finds no GPU, can.
+    A torch built without CUDA cannot make a device current, even if every tensor is fake. One that
+    was built with CUDA, but finds no GPU, can.
     """
 
     def __torch_function__(
@@ -51,7 +51,7 @@ class _WithoutGuards(TorchFunctionMode):  # type: ignore[no-untyped-call]
 
 
 def _to(tensor: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> torch.Tensor:
-    # Beside these names, `to` takes copy by its place, after dtype, device and non_blocking.
+    # `to` also takes `copy` by position, after dtype, device and non_blocking.
     places = [x for x in args if isinstance(x, bool)]
     if len(places) == 2:
         copy = places[1]
@@ -71,12 +71,12 @@ def _to(tensor: torch.Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> 
 
 @contextmanager
 def fake_cuda(*, answer: float = 10.0) -> Iterator[None]:
-    """Inside, tensors are fake: they have a device, ``"cuda:0"`` too, and no values.
+    """Make tensors in the block fake: they have a device, such as ``"cuda:0"``, and no values.
 
-    No GPU is needed, and no CUDA; torch's `FakeTensorMode` does it. Every ``.item()`` returns
+    It uses torch's `FakeTensorMode`, and needs neither a GPU nor CUDA. Every ``.item()`` returns
     ``answer``, in the tensor's kind of number, so that code that reads the state of an optimizer
-    runs as if ``answer`` steps were behind it. With a torch that was built without CUDA some of
-    what needs a current device raises RuntimeError: indexing, ``float(t)``, random numbers.
+    runs as after ``answer`` steps. With a torch that was built without CUDA, some operators that
+    need a current device raise RuntimeError: indexing, ``float(t)``, random numbers.
     """
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode())

@@ -1,4 +1,4 @@
-"""What the operators that a thread runs copy between host and device, and read from it."""
+"""Observes the operators that a thread dispatches: copies between host and device, and reads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _READ_BACK = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class Observer(Protocol):
-    """Who is told. ``real`` is False for fake tensors, on which nothing happens."""
+    """Receives the observations. ``real`` is False for fake tensors, where nothing waits."""
 
     def item(self, size: int, *, real: bool) -> None: ...
 
@@ -44,7 +44,7 @@ class Observer(Protocol):
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells an observer of the operators that this thread, and its backward pass, dispatches."""
+    """Reports to an observer the operators that this thread, and its backward pass, dispatches."""
 
     supports_higher_order_operators = True
 
@@ -54,7 +54,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        # Otherwise torch.compile would step aside, and something else would run than is measured.
+        # Otherwise torch.compile would not compile, and other code would run than without counting.
         return True
 
     def __torch_dispatch__(
@@ -62,10 +62,10 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if any(is_traceable_wrapper_subclass_type(cls) for cls in types):
-            # The subclass runs the operator on what it wraps (a DTensor's local shard, the parts
-            # of a quantised tensor): those calls come here again, and are what is counted.
+            # The subclass runs the operator on the tensors that it wraps (a DTensor's local shard,
+            # the parts of a quantised tensor). Those calls come here again, and are counted.
             return NotImplemented
-        # Before the call, since on fake tensors it may raise.
+        # Counted before the call, which may raise on fake tensors.
         if func is _ITEM:
             if _on_device(args[0]):
                 self._observer.item(args[0].element_size(), real=_real(args[0]))
@@ -87,8 +87,8 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elements = destination.numel()
         if elements == 0:
             return
-        # copy_kernel_cuda (ATen/native/cuda/Copy.cu) converts types on the host if the copy
-        # blocks, on the device otherwise; so this is what crosses the bus.
+        # copy_kernel_cuda (ATen/native/cuda/Copy.cu) converts types on the host if the copy blocks,
+        # and on the device otherwise. This is the number of bytes that cross the bus.
         on_host = destination if from_device else source
         on_device = source if from_device else destination
         size = elements * (on_host if non_blocking else on_device).element_size()
@@ -112,9 +112,9 @@ def _real(tensor: torch.Tensor) -> bool:
 def _pairs(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Destinations and sources, where ``func`` copies."""
+    """Pairs of destination and source, if ``func`` copies."""
     if func is _FOREACH_COPY:
-        # Lists on different devices are copied one by one, below what a mode sees.
+        # Lists on different devices are copied one by one, where a mode does not see it.
         return zip(args[0], args[1], strict=True)
     if func not in _COPIES:
         return ()
@@ -127,7 +127,7 @@ def _pairs(
 def _non_blocking(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if "non_blocking" in kwargs:
         return bool(kwargs["non_blocking"])
-    # Of _to_copy it can only be given by name.
+    # For _to_copy it can only be given by name.
     return func is not aten._to_copy.default and len(args) > 2 and bool(args[2])
 
 
@@ -139,7 +139,7 @@ def _reads_back(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         return False
     if func is aten.index.Tensor:
         return any(map(_is_mask, _tensors(args[1])))
-    # The caller said how large the result is.
+    # With output_size, the caller gives the size of the result.
     return kwargs.get("output_size") is None
 
 
@@ -150,8 +150,8 @@ def _puts_where_it_finds(
     accumulate: bool = False,
     unsafe: bool = False,
 ) -> bool:
-    """Whether an ``index_put`` asks where a mask is true: a single value of the host is filled in
-    without (canDispatchToMaskedFill, ATen/native/TensorAdvancedIndexingUtils.h)."""
+    """Whether an ``index_put`` must read a mask back. A single value of the host is filled in
+    without that (canDispatchToMaskedFill, ATen/native/TensorAdvancedIndexingUtils.h)."""
     given = list(_tensors(indices))
     if not any(map(_is_mask, given)):
         return False

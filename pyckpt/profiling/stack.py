@@ -1,4 +1,4 @@
-"""The Python stack that led to something, without the frames of those who look."""
+"""The Python stack of a wait, without the frames of this package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 _HERE = str(Path(__file__).parent)
 _PLUGIN = str(Path(__file__).parents[2] / "pyckpt_pytest.py")
 _TORCH = str(Path(torch.__file__).parent)
-# Between what the user called and this package: dispatching, and firing callbacks.
+# Frames between the user's code and this package: dispatching, and firing callbacks.
 _BETWEEN = tuple(
     f"{_TORCH}/{name}"
     for name in ("_compile.py", "_dynamo/", "_library/", "_ops.py", "_subclasses/", "_utils.py")
@@ -27,7 +27,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def _frames(skip: int) -> list[FrameType]:
-    """From the innermost that is the user's, outwards."""
+    """The frames from the innermost of the user's, outwards."""
     try:
         frame: FrameType | None = sys._getframe(skip)
     except ValueError:

@@ -1,10 +1,10 @@
-"""Torch's own reports of synchronisations: its GPU trace.
+"""torch's own reports of synchronisations: its GPU trace.
 
-Torch calls back before it waits for a stream, a device or an event, in whatever thread, from the
-places where it calls ``cudaStreamSynchronize`` and its like. These names of torch are private, and
-are used here alone. Neither the trace nor a callback can be taken back, so both are set up once, at
-the first use, and callbacks do nothing while nobody listens. From then on torch also calls into
-Python, where nothing is registered, when it creates events and streams and allocates memory.
+torch calls back before it waits for a stream, a device or an event, in any thread, from the places
+where it calls ``cudaStreamSynchronize`` and similar functions. These names of torch are private,
+and only this module uses them. Neither the trace nor a callback can be removed. So both are set up
+once, at the first use, and a callback without listeners does nothing. From then on torch also calls
+into Python when it creates events and streams and allocates memory, where nothing is registered.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         from pyckpt.profiling.nsys import tables
 
-        # A pipe has no width: let no column be cut.
+        # A pipe has no width, so set one that cuts no column.
         console = tables.Console(width=None if sys.stdout.isatty() else 200, highlight=False)
         if comparison is None:
             tables.show_report(report, range=chosen.range, console=console)

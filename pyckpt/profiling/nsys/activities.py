@@ -1,4 +1,4 @@
-"""What CUPTI recorded, of the calls of CUDA and of what they led to, and what it means."""
+"""CUPTI's records of CUDA calls, and of the copies and waits that they caused."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pyckpt.profiling.nsys.ranges import process_of
 
 WaitKind = Literal["stream", "device", "event", "copy"]
 
-# What nsys records of calls that make the host wait. Enqueuing a wait (cudaStreamWaitEvent) does
-# not; it has the sync type 2.
+# Calls that make the host wait, by the names that nsys records. Enqueuing a wait
+# (cudaStreamWaitEvent, sync type 2) does not make it wait.
 _WAITING_CALLS: dict[str, WaitKind] = {
     "cudaStreamSynchronize": "stream",
     "cudaDeviceSynchronize": "device",
@@ -33,7 +33,7 @@ UNKNOWN = "(unknown)"
 
 
 Key = tuple["int | None", "int | None"]
-"""A process and a correlation id, by which CUPTI says which call led to what."""
+"""A process and a correlation id, by which CUPTI relates an activity to its call."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Copy:
 
 
 def read_calls(database: db.Database) -> list[Call]:
-    """The calls that wait, and those that copied or are said to have waited."""
+    """The calls that wait by their names, and those with recorded copies or waits."""
     strings = database.strings({name for (name,) in database.rows(db.CALLS, ("nameId",))})
     apis = {id: db.base_name(name) for id, name in strings.items()}
     waiting = {id for id, api in apis.items() if api in _WAITING_CALLS}
@@ -78,21 +78,21 @@ def by_correlation(calls: list[Call]) -> dict[Key, Call]:
     for call in calls:
         if call.correlation is not None:
             found[call.process, call.correlation] = call
-            # For activities without a column that says whose they are.
+            # For activities without a column of their process.
             found.setdefault((None, call.correlation), call)
     return found
 
 
 def by_thread(calls: list[Call]) -> dict[int | None, list[Call]]:
     groups: dict[int | None, list[Call]] = defaultdict(list)
-    # Of calls that begin together, the outermost first.
+    # If calls begin together, the outermost comes first.
     for call in sorted(calls, key=lambda call: (call.start, -call.end)):
         groups[call.thread].append(call)
     return groups
 
 
 def read_waits(database: db.Database) -> dict[Key, list[tuple[WaitKind, int]]]:
-    """What CUPTI recorded of waits by process and correlation id: kinds and nanoseconds."""
+    """The recorded waits, by process and correlation id: kinds and nanoseconds."""
     types = database.enumeration("ENUM_CUPTI_SYNC_TYPE")
     columns = ("start", "end", "globalPid", "correlationId", "syncType")
     waits: dict[Key, list[tuple[WaitKind, int]]] = defaultdict(list)

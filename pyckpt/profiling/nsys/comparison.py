@@ -27,7 +27,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` returns. Rows that are zero in both reports are left out of the last two."""
+    """The result of `compare`. ``syncs`` and ``copies`` omit rows that are zero in both reports."""
 
     before: str
     after: str
@@ -39,14 +39,14 @@ class Comparison:
     """Copies, by direction and kinds of memory."""
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, as JSON takes it."""
+        """All of it, in a form for JSON."""
         return asdict(self)
 
 
 def compare(before: Report, after: Report, *, range: str | None = None) -> Comparison:
-    """Put two reports, or a range of both, side by side.
+    """Compare two reports, or one range of both.
 
-    A range that one report lacks counts as never entered there.
+    If one report lacks the range, its counts are zero.
 
     Raises:
         ValueError: neither report has the range.

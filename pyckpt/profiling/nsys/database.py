@@ -1,9 +1,9 @@
-"""The SQLite export of a report: opening it, and what its ids and names mean.
+"""The SQLite export of a report: opening it, and the meaning of its ids and names.
 
-The schema changes with the version of nsys, tables exist only if such events were recorded, and
-columns come and go. So absent tables have no rows here, absent columns are None, and ids are
-looked up in the export's own ENUM tables. The ids that stand in for an absent ENUM table are those
-that NVIDIA documents (Nsight Systems, "SQLite Schema Event Values").
+The schema and its columns change with the version of nsys, and tables exist only if such events
+were recorded. So absent tables have no rows here, absent columns are None, and ids are looked up in
+the export's own ENUM tables. If an ENUM table is absent, the ids that NVIDIA documents are used
+(Nsight Systems, "SQLite Schema Event Values").
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DOCUMENTED: Mapping[str, tuple[str, Mapping[int, str]]] = {
             13: "UVM_DTOD",
         },
     ),
-    # CUPTI numbers these otherwise.
+    # CUPTI has other numbers for these.
     "ENUM_CUDA_MEM_KIND": (
         "CUDA_MEMOPR_MEMORY_KIND_",
         {
@@ -81,7 +81,7 @@ _DOCUMENTED: Mapping[str, tuple[str, Mapping[int, str]]] = {
 
 
 class Database:
-    """Reads an export; knows nothing of what it is for."""
+    """Reads tables of an export."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -116,15 +116,15 @@ class Database:
         if not self.has(table):
             return frozenset()
         if not self._tables[table]:
-            # Its rows are computed, perhaps without end.
+            # Rows of a view or a virtual table are computed, perhaps without end.
             raise ValueError(f"{self.path}: not a report of nsys: {table} is not a plain table")
         return frozenset(row[1] for row in self._connection.execute(f"PRAGMA table_info({table})"))
 
     def rows(
         self, table: str, columns: Sequence[str], where: str = "", parameters: Sequence[Any] = ()
     ) -> Iterator[tuple[Any, ...]]:
-        """``columns`` of each row of ``table``, None for a column that it lacks; nothing, if it is
-        absent. ``where`` may name columns that are there alone."""
+        """``columns`` of each row of ``table``, None for a column that it lacks; no rows if the
+        table is absent. ``where`` may only name columns that exist."""
         present = self.columns(table)
         if not present:
             return
@@ -137,7 +137,7 @@ class Database:
         )
 
     def _check_types(self, table: str, columns: Sequence[str], present: frozenset[str]) -> None:
-        """Raise unless columns hold what nsys puts there. SQLite itself takes anything."""
+        """Check that columns have nsys's types, since SQLite itself accepts any type."""
         for name in columns:
             if name not in present:
                 types: tuple[str, ...] = ()
@@ -178,7 +178,7 @@ class Database:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Database]:
-    """The database of a report: of an export as it is, of an .nsys-rep by way of nsys."""
+    """The database of a report. nsys exports an .nsys-rep to one first."""
     with _exported(path) as export:
         database = Database(export)
         try:

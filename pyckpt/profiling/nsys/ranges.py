@@ -1,4 +1,4 @@
-"""NVTX ranges, and which of them a call belongs to."""
+"""NVTX ranges, and the ranges to which a call belongs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Span:
     """Infinite, if the range was still open when recording ended."""
     process: int | None
     thread: int | None
-    """None for a range of the process: ``nvtxRangeStart`` and ``nvtxRangeEnd`` may be called by
-    different threads."""
+    """None for a range of the process: one thread may call ``nvtxRangeStart``, and another
+    ``nvtxRangeEnd``."""
 
 
 class Timed(Protocol):
@@ -34,7 +34,8 @@ T = TypeVar("T", bound=Timed)
 
 
 def process_of(global_id: int | None) -> int | None:
-    """nsys packs ids: the lowest 24 bits are the thread's, the next 24 the process's."""
+    """The process of a packed id of nsys: its lowest 24 bits are the thread, the next 24 the
+    process."""
     return None if global_id is None else global_id >> 24
 
 

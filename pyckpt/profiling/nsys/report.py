@@ -1,4 +1,4 @@
-"""What a report says of synchronisations and copies: by range, thread and API call."""
+"""Synchronisations and copies of a report, by range, thread and API call."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class RangeInfo:
 
     instances: int
     seconds: float
-    """All instances together, without those that were open when recording ended."""
+    """Duration of all instances, without those that were open when recording ended."""
     open: int
-    """Instances that were. They last until the end of the report."""
+    """Instances that were open then. They last until the end of the report."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,19 @@ class SyncRow:
     api: str
     """The CUDA function, of the runtime or the driver, without its version."""
     kind: WaitKind
-    """What was waited for; ``"copy"`` for a copy that is synchronous by itself (``cudaMemcpy``)."""
+    """What the thread waited for. ``"copy"``: a call that is synchronous by itself
+    (``cudaMemcpy``)."""
     count: int
     seconds: float
-    """Spent in the calls."""
+    """Time spent in the calls."""
 
 
 @dataclass(frozen=True)
 class CopyRow:
-    """Copies that were alike."""
+    """Copies of one thread, API call, direction and kinds of memory."""
 
     thread: str
-    """That asked for them."""
+    """The thread that called."""
     api: str
     direction: str
     """``"d2h"``, ``"h2d"``, ``"d2d"``, ``"p2p"``, ``"uvm_d2h"``, ..."""
@@ -66,12 +67,12 @@ class CopyRow:
     count: int
     bytes: int
     seconds: float
-    """On the device, summed."""
+    """Time on the device, summed."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """A range, or a whole report, in numbers."""
+    """Counts, bytes and seconds of a range, or of a whole report."""
 
     instances: int
     stream_syncs: int
@@ -81,7 +82,7 @@ class Totals:
     """Calls of copies that are synchronous by themselves (``cudaMemcpy``). PyTorch's own blocking
     copies are asynchronous ones, each followed by a stream synchronisation."""
     waited_seconds: float
-    """The host's, in all of these."""
+    """Time that the host spent in all of these waits."""
     d2h_copies: int
     d2h_bytes: int
     h2d_copies: int
@@ -94,18 +95,18 @@ class Totals:
 
 
 class Report:
-    """A report that was read; it holds no file open.
+    """The content of a report. It keeps no file open.
 
-    A call belongs to every range in which it begins: to push/pop ranges of its own thread, and to
-    start/end ranges of its process. ``range=None`` below asks for all of the report.
+    A call belongs to every range in which it begins: push/pop ranges of its own thread, and
+    start/end ranges of its process. ``range=None`` in the methods means the whole report.
     """
 
     def __init__(self, database: db.Database, path: Path) -> None:
         self.path = path
         self.version = database.metadata("EXPORT_PRODUCT_VERSION")
-        """Of nsys, where the export says so."""
+        """The version of nsys; None if the export does not have it."""
         self.notes = _notes(database)
-        """What the report cannot tell, and why."""
+        """Data that the report lacks, and why."""
         spans = read_spans(database)
         self.ranges = _range_infos(spans)
         self._names = _thread_names(database)
@@ -118,7 +119,8 @@ class Report:
     def syncs(self, *, range: str | None = None) -> list[SyncRow]:
         """The host's waits, most frequent first.
 
-        Raises ValueError, as all of these do, if no range has this name.
+        Raises:
+            ValueError: no range has this name; also in the methods below.
         """
         self._check(range)
         rows = [
@@ -137,7 +139,7 @@ class Report:
         return sorted(rows, key=lambda row: (-row.count, row.direction, row.thread, row.api))
 
     def totals(self, *, range: str | None = None) -> Totals:
-        """Synchronisations and copies in all."""
+        """The totals of synchronisations and copies."""
         syncs, copies = self.syncs(range=range), self.copies(range=range)
 
         def waits(kind: WaitKind) -> int:
@@ -159,7 +161,7 @@ class Report:
         )
 
     def as_dict(self, *, range: str | None = None) -> dict[str, Any]:
-        """All of it, as JSON takes it; ``ranges`` holds the totals of each, or of the one."""
+        """All of it, in a form for JSON. ``ranges`` has the totals of each range, or of one."""
         self._check(range)
         names = self.ranges if range is None else [range]
         return {
@@ -227,7 +229,7 @@ class Report:
                     for scope in scopes:
                         self._add_copy(scope, thread, call.api, copy)
                 wait = kind_of(call, activities.get(call), matched.get(call))
-                # The runtime waits by calling the driver, which may be in the report as well.
+                # The runtime waits by a call of the driver, which may be in the report as well.
                 if wait is None or call.end <= outer_end:
                     continue
                 outer_end = call.end
@@ -255,7 +257,7 @@ class Report:
 
 
 def read(path: str | os.PathLike[str]) -> Report:
-    """Read a report: the SQLite export of one, or an ``.nsys-rep``, which nsys then exports.
+    """Read a report: an SQLite export, or an ``.nsys-rep``, which nsys then exports.
 
     Raises:
         FileNotFoundError: there is no such file, or it is an ``.nsys-rep`` and nsys is not

@@ -92,7 +92,7 @@ def _print(
         numbers = all(row[index].strip("+-0123456789,.") == "" for row in rows)
         table.add_column(heading, justify="right" if numbers and index else "left")
     for row in rows:
-        # Names of ranges may hold what rich takes for markup.
+        # Names of ranges may contain brackets, which rich would take for markup.
         table.add_row(*(cell.replace("[", r"\[") for cell in row))
     if rows:
         console.print(table)

@@ -147,8 +147,7 @@ class ParameterNames:
         return self.of(saved)
 
     def of_states(self, saved: Mapping[Any, Any]) -> dict[str, str]:
-        """Present names for the keys of saved states. `Optimizer.state_dict` has numbers as keys.
-        """
+        """Present names for the keys of saved states. `Optimizer.state_dict` has numbers."""
         keys = [str(key) for key in saved if str(key) != KEYS]
         if keys and all(key.isdecimal() and key not in self.params for key in keys):
             return {key: self.flat[int(key)] if int(key) < len(self.flat) else key for key in keys}

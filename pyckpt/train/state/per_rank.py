@@ -54,8 +54,7 @@ class RankState(ABC):
         fit and that the policy admits."""
 
     def _is_shared(self, rank: Rank) -> bool:
-        """Whether the ranks have merged their states for this save, so that there is one for all.
-        """
+        """Whether the ranks have merged their states into one for this save."""
         return False
 
     def _take_shared(self, state: Any, rank: Rank, policy: Policy) -> Unfit | None:

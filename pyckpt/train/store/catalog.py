@@ -312,8 +312,7 @@ def _is_dir(entry: os.DirEntry[str]) -> bool:
 
 
 def _read_note(path: Path, metadata: Metadata, step: int) -> tuple[bool, dict[str, float]]:
-    """Read a checkpoint's note: whether it is final, and its metrics. One of another tool has none.
-    """
+    """Whether a checkpoint is final, and its metrics. One that another tool wrote has no note."""
     info = (metadata.storage_data or {}).get(MetadataIndex(NOTE_KEY))
     if info is None:
         return False, {}
