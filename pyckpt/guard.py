@@ -55,7 +55,7 @@ _hooks: tuple[Hook, ...] = ()
 
 
 def before_steps(hook: Hook) -> None:
-    """Call ``hook(optimizer)`` before every step of every optimizer, for good."""
+    """Call ``hook(optimizer)`` before every step of every optimizer. It cannot be removed."""
     global _hooks
     with _lock:
         _hooks = (*_hooks, hook)

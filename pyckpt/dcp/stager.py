@@ -56,9 +56,8 @@ class PinnedStager:
 
     Args:
         optimizers: the optimizers whose parameters and state are changed in place by their steps
-            alone. An optimizer that has a method ``train`` may be given, too; schedule-free ones
-            have it. That method changes parameters without a step, so all that belongs to such an
-            optimizer is copied at the call.
+            alone. If an optimizer has a method ``train``, as schedule-free ones do, that method
+            changes parameters without a step. Its parameters and state are copied at the call.
         when_busy: what a save with `DirectWriter` does when earlier saves, still under way, hold
             the memory that it needs. ``"wait"`` waits for them. ``"skip"`` writes nothing, on any
             rank, and logs a warning. ``"error"`` fails with ``StagerBusy``, on all ranks. Other
@@ -68,9 +67,9 @@ class PinnedStager:
             ``async_checkpointer_type=PROCESS`` they then go to the other process as a few segments.
             Otherwise each tensor costs a descriptor and another copy.
         use_async_staging: as in stock's ``StagingOptions``. If true, ``stage`` returns a future,
-            and so ``async_save`` returns an ``AsyncSaveResponse``. If false, ``stage`` waits for
-            the copies and returns them, and ``async_save`` returns one future. `DirectWriter` does
-            not look at this.
+            and ``async_save`` returns an ``AsyncSaveResponse``. If false, ``stage`` waits for the
+            copies and returns them, and ``async_save`` returns one future. `DirectWriter` ignores
+            this.
         engine: the memory and threads to use; by default the engine that everyone shares.
 
     Raises:
@@ -103,7 +102,7 @@ class PinnedStager:
         guard.watch()  # not at the first save, in the middle of training
         _stagers.add(self)
 
-    # What DCP asks of an AsyncStager.
+    # The interface of DCP's AsyncStager.
 
     should_synchronize_after_execute = False
 
@@ -211,7 +210,7 @@ class PinnedStager:
             self._failure = self._failure or error
 
     def raise_failure(self) -> None:
-        """Raise what was kept, once."""
+        """Raise the error of `keep_failure`, once."""
         failure = self.take_failure()
         if failure is not None:
             raise failure

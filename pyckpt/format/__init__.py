@@ -1,1 +1,1 @@
-"""What lies on disk: the bytes around a tensor, the metadata, the commit."""
+"""The files on disk: the bytes around a tensor, the metadata, the commit."""

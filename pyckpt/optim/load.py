@@ -66,7 +66,7 @@ def load_state_dict(
     relink = relinked(optimizer)
     optimizer = unwrapped(optimizer)
     if not hasattr(optimizer, "load_state_dict"):
-        members(optimizer)  # says what is wrong
+        members(optimizer)  # raises a TypeError that names the class
     if _loads_itself(optimizer):
         _delegate(optimizer, state_dict, flags)
     else:

@@ -1,1 +1,1 @@
-"""Whole training states: what they are made of, when they are saved, which are kept."""
+"""Whole training states: their objects, when to save them, and which checkpoints to keep."""

@@ -222,8 +222,8 @@ class Checkpointer(Finder):
                 Those of rank 0 are saved. A GPU tensor makes the call wait for the GPU.
             final: whether to keep the checkpoint for good. It is never pruned, and the call returns
                 when it is committed.
-            overwrite: whether a checkpoint of that step is replaced; by default as the
-                Checkpointer was told.
+            overwrite: whether a checkpoint of that step is replaced; by default the setting of the
+                Checkpointer.
 
         Raises:
             OSError, PyckptError: an earlier save failed, or this one, if it is final.

@@ -40,8 +40,8 @@ def save(
         pyckpt.save({"model": model, "optimizer": optimizer, "epoch": 3}, "checkpoints/best")
 
     The save is atomic: if the process is killed at any instant, the directory holds the checkpoint
-    that was there before, or the new one, or none that counts. `pyckpt.load` loads it, and so does
-    ``torch.distributed.checkpoint.load``.
+    that was there before, or the new one, or no valid one if there was none before. Both
+    `pyckpt.load` and ``torch.distributed.checkpoint.load`` load it.
 
     If `torch.distributed` is initialised, all ranks call this with the same keys, and the ranks
     save together, each its part of DTensors. Otherwise this process saves alone. `Checkpointer`

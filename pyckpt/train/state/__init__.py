@@ -1,1 +1,1 @@
-"""What a training state is made of: each kind of object, how it is saved and how it comes back."""
+"""The kinds of objects in a training state, and how each is saved and restored."""

@@ -115,10 +115,10 @@ class RankState(ABC):
 
 
 def check_complete(saved: Mapping[Any, Any], name: str) -> int:
-    """How many ranks saved something that each has its own of; 0 where it is nothing of the kind.
+    """The number of ranks that saved a per-rank state; 0 if ``saved`` is no such state.
 
     Raises:
-        CorruptCheckpoint: some ranks' are missing.
+        CorruptCheckpoint: the states of some ranks are missing.
     """
     found = [match for key in saved if (match := _KEY.fullmatch(str(key)))]
     if not found or len(found) < len(saved):

@@ -1,1 +1,1 @@
-"""The checkpoints in a directory: which there are, which go, how they are read and exported."""
+"""The checkpoints in a directory: finding, removing, reading and exporting them."""
