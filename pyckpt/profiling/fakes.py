@@ -35,8 +35,8 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _WithoutGuards(TorchFunctionMode):  # type: ignore[no-untyped-call]
     """Calls operators past the bindings that make a device current first.
 
-    A torch built without CUDA cannot do that, not even where every tensor is fake; one that was
-    built with it, but finds no GPU, can.
+    A torch that was built without CUDA, or that finds no driver, cannot do that, not even where
+    every tensor is fake.
     """
 
     def __torch_function__(
@@ -75,12 +75,12 @@ def fake_cuda(*, answer: float = 10.0) -> Iterator[None]:
 
     No GPU is needed, and no CUDA; torch's `FakeTensorMode` does it. Every ``.item()`` returns
     ``answer``, in the tensor's kind of number, so that code that reads the state of an optimizer
-    runs as if ``answer`` steps were behind it. With a torch that was built without CUDA some of
-    what needs a current device raises RuntimeError: indexing, ``float(t)``, random numbers.
+    runs as if ``answer`` steps were behind it. Without a GPU, some of what needs a current device
+    raises RuntimeError: indexing, ``float(t)``, random numbers.
     """
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode())
         stack.enter_context(_Answers(answer))
-        if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        if not torch.cuda.is_available():
             stack.enter_context(_WithoutGuards())
         yield
