@@ -139,8 +139,8 @@ def test_names_are_imported_when_they_are_asked_for() -> None:
 
 
 def test_changelog_has_the_version() -> None:
-    project = (ROOT.parent / "pyproject.toml").read_text()
-    (version,) = re.findall(r'^version = "(.+)"', project, re.MULTILINE)
+    setup = (ROOT.parent / "setup.py").read_text()
+    (version,) = re.findall(r'^VERSION = "(.+)"', setup, re.MULTILINE)
     changelog = (ROOT.parent / "CHANGELOG.md").read_text()
     heading = "Unreleased" if ".dev" in version else version
     assert re.search(rf"^## \[?{re.escape(heading)}", changelog, re.MULTILINE)
