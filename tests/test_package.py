@@ -76,7 +76,7 @@ def test_what_users_are_given_is_public() -> None:
     public = {
         value
         for name in PUBLIC
-        for value in vars(module_of(name)).values()
+        for value in (getattr(module_of(name), key) for key in module_of(name).__all__)
         if isinstance(value, type)
     }
     missing = set()
