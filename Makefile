@@ -3,8 +3,11 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_CUDA ?= torch==2.11.0
+# Processes that share the tests; 0: one after the other, in one that a debugger can stop.
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 SOURCES := $(wildcard csrc/*.cpp csrc/*.cu csrc/*.h)
 
 .PHONY: demo test test-all check format format-check lint types native mutants package cuda gpu clean help
@@ -43,10 +46,10 @@ demo: $(BIN)/.built
 	$(BIN)/python examples/demo.py
 
 test: $(BIN)/.built $(BIN)/.group-test
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: $(BIN)/.built $(BIN)/.group-test-all
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 check: format-check lint types native test test-all package cuda
 

@@ -1,5 +1,6 @@
-"""Builds the extension ``pyckpt._C``. Everything else is in pyproject.toml.
+"""Builds the extension ``pyckpt._C``. Everything else but the version is in pyproject.toml.
 
+PYCKPT_LABEL=1         say in the version what the extension is built for: 0.1.0+torch2.13.cpu
 PYCKPT_CUDA=auto|0|1   with CUDA where torch has it and a toolkit is found; never; or fail
 DEBUG=1                assertions and symbols, no optimisation
 SANITIZE=address       or thread, undefined: with that sanitizer of the compiler
@@ -18,6 +19,8 @@ from typing import Any
 
 import setuptools
 from setuptools import setup
+
+VERSION = "0.1.0.dev0"
 
 HERE = Path(__file__).parent
 TORCH_MIN = (2, 9)
@@ -44,7 +47,7 @@ if release(setuptools.__version__)[0] < SETUPTOOLS_MIN:
 
 # Sources are packed without torch: what they are built with is another's choice.
 if any(command in sys.argv[1:] for command in ("sdist", "egg_info")):
-    setup(install_requires=[f"torch>={TORCH_MIN[0]}.{TORCH_MIN[1]}"])
+    setup(version=VERSION, install_requires=[f"torch>={TORCH_MIN[0]}.{TORCH_MIN[1]}"])
     sys.exit()
 
 try:
@@ -170,6 +173,19 @@ if cuda and cpp_extension.CUDA_HOME is None:
     cpp_extension.CUDA_HOME = str(toolkit)  # or else it fails before it is said what is the matter
 
 
+def label() -> str:
+    """The local version (PEP 440) that PYCKPT_LABEL=1 asks for: wheels for several torches can lie
+    in one folder, and each be asked for by name. It names the CUDA of the extension, not of torch:
+    an extension without CUDA works with any torch of its minor release."""
+    choice = os.environ.get("PYCKPT_LABEL", "0")
+    if choice not in ("0", "1"):
+        fail(f"PYCKPT_LABEL must be 0 or 1, not {choice!r}")
+    if choice == "0":
+        return ""
+    kind = f"cu{torch.version.cuda.replace('.', '')}" if cuda else "cpu"
+    return "+torch{}.{}.{}".format(*release(torch.__version__), kind)
+
+
 class Build(BuildExtension):  # type: ignore[misc]
     """Writes down what the extension was built against, beside the extension: importing compares it
     with the torch that it finds, before it loads the extension."""
@@ -196,6 +212,7 @@ else:
     sources = [source for source in sources if not source.endswith("_cuda.cpp")]
 
 setup(
+    version=VERSION + label(),
     # Torch keeps its C++ interface within a minor release: what was built takes that one alone.
     install_requires=["torch=={}.{}.*".format(*release(torch.__version__))],
     ext_modules=[

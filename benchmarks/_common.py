@@ -156,8 +156,8 @@ def _pyckpt_version() -> str:
     try:
         return version("pyckpt")
     except PackageNotFoundError:
-        for line in (ROOT / "pyproject.toml").read_text().splitlines():
-            if line.startswith("version"):
+        for line in (ROOT / "setup.py").read_text().splitlines():
+            if line.startswith("VERSION"):
                 return line.partition("=")[2].strip().strip('"')
         return "unknown"
 

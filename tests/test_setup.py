@@ -7,6 +7,7 @@ scripts/check_package.sh sees to it.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+[VERSION] = re.findall(r'^VERSION = "(.+)"', (ROOT / "setup.py").read_text(), re.MULTILINE)
+MINOR = ".".join(torch.__version__.split(".")[:2])
 
 
 @pytest.fixture
@@ -52,6 +55,20 @@ runpy.run_path("setup.py", run_name="__main__")
     )
 
 
+def metadata_of(tree: Path, where: Path, before: str = "", **environment: str) -> str:
+    """Of the wheel that would be built."""
+    where.mkdir(exist_ok=True)
+    done = setup(tree, "-q", "dist_info", "--output-dir", where, before=before, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [metadata] = where.rglob("METADATA")
+    return metadata.read_text()
+
+
+def version_of(metadata: str) -> str:
+    [line] = [line for line in metadata.splitlines() if line.startswith("Version: ")]
+    return line.removeprefix("Version: ")
+
+
 def required(metadata: str) -> str:
     """Of torch, without extras."""
     lines = [line for line in metadata.splitlines() if line.startswith("Requires-Dist: torch")]
@@ -85,14 +102,25 @@ def test_the_sources_are_packed_whole_and_ask_for_any_torch(tree: Path, tmp_path
 def test_a_wheel_asks_for_the_minor_release_that_it_was_built_with(
     tree: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "info").mkdir()
-    done = setup(tree, "-q", "dist_info", "--output-dir", tmp_path / "info")
-    assert done.returncode == 0, done.stdout + done.stderr
-    [metadata] = (tmp_path / "info").rglob("METADATA")
-    major, minor = torch.__version__.split(".")[:2]
-    assert required(metadata.read_text()) == f"torch=={major}.{minor}.*"
+    metadata = metadata_of(tree, tmp_path / "info")
+    assert required(metadata) == f"torch=={MINOR}.*"
+    assert version_of(metadata) == VERSION
     # What the extension was built against is known to who builds it.
     assert not (tree / "pyckpt" / "_build.py").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cpu", "cu130"])
+def test_a_label_says_what_a_wheel_was_built_for(tree: Path, tmp_path: Path, kind: str) -> None:
+    if kind == "cpu":  # whatever CUDA torch has
+        environment = {"PYCKPT_CUDA": "0"}
+    else:
+        home = fake_toolkit(tmp_path / "toolkit", "13.0")
+        environment = {"PYCKPT_CUDA": "1", "CUDA_HOME": str(home)}
+    before = "import torch; torch.version.cuda = '13.0'"
+    metadata = metadata_of(tree, tmp_path / "info", before, PYCKPT_LABEL="1", **environment)
+    assert version_of(metadata) == f"{VERSION}+torch{MINOR}.{kind}"
+    assert required(metadata) == f"torch=={MINOR}.*"
 
 
 NO_TORCH = "sys.modules['torch'] = None"
@@ -113,9 +141,13 @@ OTHER_CUDA = "import torch; torch.version.cuda = '99.0'"
         ("", {"CXX": "none++ -O3"}, "no C++ compiler 'none++ -O3'. Install one"),
         ("", {"PATH": "/nowhere", "CXX": ""}, "no C++ compiler 'c++'. Install one"),
         ("", {"PYCKPT_CUDA": "yes"}, "PYCKPT_CUDA must be auto, 0 or 1, not 'yes'"),
+        ("", {"PYCKPT_LABEL": "cpu"}, "PYCKPT_LABEL must be 0 or 1, not 'cpu'"),
         (OTHER_CUDA, {"PYCKPT_CUDA": "1"}, "no CUDA toolkit with nvcc and headers was"),
     ],
-    ids=["setuptools", "torch", "old torch", "headers", "CXX", "compiler", "PYCKPT_CUDA", "nvcc"],
+    ids=[
+        *("setuptools", "torch", "old torch", "headers", "CXX", "compiler"),
+        *("PYCKPT_CUDA", "PYCKPT_LABEL", "nvcc"),
+    ],
 )
 def test_what_is_missing_is_said_and_what_to_do(
     tree: Path, before: str, environment: dict[str, str], says: str

@@ -35,8 +35,8 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _WithoutGuards(TorchFunctionMode):  # type: ignore[no-untyped-call]
     """Calls operators without the bindings that first make a device current.
 
-    A torch built without CUDA cannot make a device current, even if every tensor is fake. One that
-    was built with CUDA, but finds no GPU, can.
+    A torch that was built without CUDA, or that finds no driver, cannot make a device current, even
+    if every tensor is fake.
     """
 
     def __torch_function__(
@@ -75,12 +75,12 @@ def fake_cuda(*, answer: float = 10.0) -> Iterator[None]:
 
     It uses torch's `FakeTensorMode`, and needs neither a GPU nor CUDA. Every ``.item()`` returns
     ``answer``, in the tensor's kind of number, so that code that reads the state of an optimizer
-    runs as after ``answer`` steps. With a torch that was built without CUDA, some operators that
-    need a current device raise RuntimeError: indexing, ``float(t)``, random numbers.
+    runs as after ``answer`` steps. Without a GPU, some operators that need a current device raise
+    RuntimeError: indexing, ``float(t)``, random numbers.
     """
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode())
         stack.enter_context(_Answers(answer))
-        if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        if not torch.cuda.is_available():
             stack.enter_context(_WithoutGuards())
         yield
