@@ -299,6 +299,7 @@ class Checkpointer(Finder):
         mismatched: Literal["error", "keep"] = "error",
         rename: Rename | None = None,
         allow: Sequence[Allowed] = (),
+        share_reads: bool = False,
     ) -> int | None:
         """Load the newest checkpoint that is valid for all ranks into ``state``, in place.
 
@@ -329,6 +330,8 @@ class Checkpointer(Finder):
                 parameter also applies to its optimizer state.
             allow: classes and functions that objects in the checkpoint may use, as for
                 `pyckpt.load`.
+            share_reads: whether ranks that want the same bytes read them once, as for
+                `pyckpt.load`. All ranks must agree.
 
         Returns:
             The step of the checkpoint; None if there is no checkpoint, so that training begins.
@@ -351,7 +354,7 @@ class Checkpointer(Finder):
         self._check_open()
         state = state_of(state)
         step = None if step is None else step_of(step)
-        options = LoadOptions(missing, keep, unexpected, mismatched, rename, allow)
+        options = LoadOptions(missing, keep, unexpected, mismatched, rename, allow, share_reads)
         self._saver.wait()
         self._ranks.check()
         start = time.perf_counter()

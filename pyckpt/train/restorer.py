@@ -46,6 +46,7 @@ class LoadOptions:
     mismatched: Literal["error", "keep"] = "error"
     rename: Rename | None = None
     allow: Sequence[Allowed] = ()
+    share_reads: bool = False
 
     def __post_init__(self) -> None:
         if self.missing not in ("error", "keep"):
@@ -200,6 +201,7 @@ class Restorer:
                         mismatched=options.mismatched,
                         rename=options.rename,
                         allow=options.allow,
+                        share_reads=options.share_reads,
                         check=partial(self._check, found),
                     )
                 except Exception as error:
@@ -209,7 +211,7 @@ class Restorer:
     def _check(self, found: CheckpointInfo, report: LoadReport, metadata: Metadata) -> LoadReport:
         """Compare the checksums of items that ranks read in part. Each rank reads a share of these
         items as a whole."""
-        keys = sorted({index.fqn for index in metadata.storage_data or {}})
+        keys = sorted(metadata.state_dict_metadata)
         doubtful = self._ranks.on_any(keys, set(report.not_verified))
         if not doubtful:
             return report

@@ -179,6 +179,35 @@ def test_an_error_of_one_rank_fails_on_all(tmp_path: Path) -> None:
     assert all("injected" in str(failure) for failure in caught.value.failures.values())
 
 
+def _restore(path: Path) -> tuple[int, int]:
+    model = torch.nn.Linear(500, 300)
+    torch.nn.init.constant_(model.weight, 3.0)
+    read = []
+    original = pyckpt.DirectReader.read_data
+
+    def read_data(self: pyckpt.DirectReader, *args: Any) -> Any:
+        done = original(self, *args)
+        read.append(self.statistics.bytes)
+        return done
+
+    with pyckpt.Checkpointer(path) as checkpointer:
+        checkpointer.save(4, {"model": model, "step": 4})
+        checkpointer.wait()
+        torch.nn.init.constant_(model.weight, 0.0)
+        state = {"model": model, "step": 0}
+        pyckpt.DirectReader.read_data = read_data  # type: ignore[method-assign]
+        assert checkpointer.restore(state, share_reads=True) == 4
+    assert state["step"] == 4
+    assert bool((model.weight == 3.0).all())
+    return sum(read), model.weight.nbytes
+
+
+def test_a_checkpointer_restores_replicas_with_one_reading(tmp_path: Path) -> None:
+    answers = run_ranks(3, _restore, tmp_path / "run")
+    needed = answers[0][1]
+    assert needed <= sum(count for count, _ in answers) < 1.5 * needed
+
+
 class _Refusing(pyckpt.LoadPlanner):
     """Refuses an object on one rank, and a tensor on another."""
 

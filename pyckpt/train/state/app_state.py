@@ -106,6 +106,7 @@ class AppState:
         mismatched: Literal["error", "keep"] = "error",
         rename: Rename | None = None,
         allow: Sequence[Allowed] = (),
+        share_reads: bool = False,
         check: Callable[[LoadReport, Metadata], LoadReport] | None = None,
     ) -> LoadReport:
         """Restore the objects from a checkpoint, saved on any number of ranks. Collective.
@@ -127,7 +128,7 @@ class AppState:
             rename: called with each key of the checkpoint (``"model.head.weight"``), returns the
                 key that it has in the state, which may be the same. A new name of a module's
                 parameter also applies to its optimizer state.
-            allow: as for `pyckpt.load`.
+            allow, share_reads: as for `pyckpt.load`.
             check: called when everything is read, before any ``load_state_dict``, with the report
                 of this rank and the checkpoint's metadata; raises on all ranks, or on none.
 
@@ -158,6 +159,7 @@ class AppState:
                 allow=allow,
                 create=plan.create,
                 process_group=self._group,
+                share_reads=share_reads,
             )
             if check is not None:
                 report = check(report, plan.reader.read_metadata())
