@@ -18,8 +18,10 @@ all=(
   2.9.1:cpu 2.9.1:cu128
   2.10.0:cpu 2.10.0:cu128
   2.11.0:cpu 2.11.0:cu130
-  2.12.0:cpu 2.12.0:cu130
+  2.12.1:cpu 2.12.1:cu130
   2.13.0:cpu 2.13.0:cu130
+  2.14.1:cpu 2.14.1:cu130
+  2.15.0:cpu 2.15.0:cu132
 )
 [ "$#" -gt 0 ] || set -- "${all[@]}"
 
@@ -28,6 +30,10 @@ for entry in "$@"; do
   torch=${entry%%:*} kind=${entry#*:}
   echo "== torch $torch, $kind"
   export PYCKPT_TORCH=$torch
+  unset CIBW_SKIP
+  case $torch in
+    2.15.*) export CIBW_SKIP="*-musllinux_* cp310-*" ;;  # it has no wheels for Python 3.10
+  esac
   # PyPI has one kind of each torch. This has them all, as 2.13.0+cpu and so on, and pip prefers a
   # version with a label to one without.
   export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/$kind

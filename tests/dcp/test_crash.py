@@ -63,8 +63,9 @@ def _overwrite(pipe: Pipe, directory: Path, first: bool) -> None:
 
 
 @pytest.mark.usefixtures("strace")
+@pytest.mark.parametrize("each", [False, slow(True)], ids=["one-of-a-name", "each"])
 @pytest.mark.parametrize("first", [False, slow(True)], ids=["over-another", "first-save"])
-def test_killed_before_each_system_call(first: bool, tmp_path: Path) -> None:
+def test_killed_before_each_system_call(first: bool, each: bool, tmp_path: Path) -> None:
     plan = run_traced(_overwrite, tmp_path / "plan", first)
     calls = [call for call in plan.calls if is_in(call, tmp_path / "plan") and call.name != "fcntl"]
     (commit,) = [i for i, call in enumerate(calls) if call.name == "rename"]
@@ -75,7 +76,11 @@ def test_killed_before_each_system_call(first: bool, tmp_path: Path) -> None:
     # of the mark in it.
     assert names.count("fsync") == 4 + 2 * first
 
+    # Where not before each: the last of each name, and the first after the commit.
+    last = {name: i for i, name in enumerate(names)}
     for i, call in enumerate(calls):
+        if not each and i not in (last[call.name], commit + 1):
+            continue
         directory = tmp_path / f"{i}-{call.name}"
         killed = run_traced(
             _overwrite, directory, first, inject=f"{call.name}:signal=KILL:when={call.nth}"

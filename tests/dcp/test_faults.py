@@ -162,7 +162,7 @@ def test_read_only_file_system(how: str, filesystem: Path) -> None:
 # Full disks
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", [HOW[0], *map(slow, HOW[1:])])
 def test_disk_full_at_preallocation(how: str, filesystem: Path) -> None:
     directory = filesystem / "checkpoint"
     too_much = {"w": torch.empty(free_bytes(filesystem) + 8 * MIB, dtype=torch.uint8)}
@@ -674,7 +674,7 @@ def _one_rank_fails(
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize("failing", [slow(0), 2])
 @pytest.mark.parametrize("previous", [True, slow(False)], ids=["over-another", "first-save"])
 def test_one_rank_of_four_fails(how: str, failing: int, previous: bool, tmp_path: Path) -> None:
     results = run_ranks(4, _one_rank_fails, how, tmp_path, failing, previous)

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from _sampling import slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -161,7 +162,7 @@ def written(
 
 # Of torch.load, of a quantised tensor.
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-@pytest.mark.parametrize("direct", ["auto", "off"])
+@pytest.mark.parametrize("direct", ["auto", slow("off")])
 def test_everything(
     written: tuple[str, Path, dict[str, Any]], direct: Any, tiny_engine: pyckpt.Engine
 ) -> None:
@@ -306,7 +307,7 @@ SIZES = [0, 1, 2, 4095, 4096, 4097, 8191, 8192, 8193, 12287, 12288, 12289, 65535
 PRIMES = [7, 127, 4093, 4099, 10_007, 65_521, 65_539, 262_147]
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+@pytest.mark.parametrize("threads", [1, slow(2), 3, slow(4)])
 @pytest.mark.parametrize("direct", ["auto", "off"])
 def test_sizes(tmp_path: Path, threads: int, direct: Any) -> None:
     saved = {f"{n}": patterned((n,), torch.uint8) for n in SIZES + PRIMES}
@@ -327,7 +328,7 @@ def test_sizes(tmp_path: Path, threads: int, direct: Any) -> None:
                 assert reader.unverified == []
 
 
-@pytest.mark.parametrize("direct", ["auto", "off"])
+@pytest.mark.parametrize("direct", ["auto", slow("off")])
 @pytest.mark.parametrize("slot", [4096, 64 << 10, 8 * MIB])
 def test_sizes_that_are_read_in_place(tmp_path: Path, direct: Any, slot: int) -> None:
     sizes = [MIB - 1, MIB, MIB + 4097, 2_000_003]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -379,6 +380,8 @@ def test_fsdp2(tmp_path: Path) -> None:
 def save_without_collectives(path: Path) -> None:
     rank = dist.get_rank()
     state = {"t": values((50, 3), rank), "o": f"rank {rank}"}
+    # Stock's, where the other rank has been quicker and is through.
+    warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
     for kind in WRITERS:
         save(state, path / kind, kind, use_collectives=False)
 

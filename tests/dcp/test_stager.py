@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import pickle
 import threading
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from _sampling import sampled, slow
 from _staging import (
     PAGE,
     RING,
@@ -377,8 +379,15 @@ def test_saves_from_threads(tmp_path: Path, small_engine: pyckpt.Engine) -> None
     assert small_engine.native.arena_used_bytes == 0
 
 
-@pytest.mark.parametrize("foreign", [FileSystemWriter, HuggingFaceStorageWriter])
-@pytest.mark.parametrize("budget", [64 << 20, RING + (2 << 20)])
+@pytest.mark.parametrize(
+    ("foreign", "budget"),
+    sampled(
+        itertools.product(
+            [FileSystemWriter, HuggingFaceStorageWriter], [64 << 20, RING + (2 << 20)]
+        ),
+        3,
+    ),
+)
 def test_other_writers(
     tmp_path: Path, foreign: Any, budget: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -603,7 +612,7 @@ def test_arguments() -> None:
         pyckpt.PinnedStager(when_busy="never")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("planner", [None, pyckpt.SavePlanner])
+@pytest.mark.parametrize("planner", [slow(None), pyckpt.SavePlanner])
 def test_the_path_may_come_as_checkpoint_id(tmp_path: Path, planner: Any) -> None:
     """Then DCP calls the writer once more before it plans. The copies are there until it writes."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import threading
 import weakref
 from concurrent.futures import CancelledError
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from _filesystems import TMPFS_BYTES
+from _sampling import sampled
 from _staging import RING, check_saved, engine, frozen, outcome, overwrite, writer_to
 from torch.distributed.checkpoint import FileSystemWriter
 
@@ -188,9 +190,15 @@ class Raises(dcp.DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
-@pytest.mark.parametrize("size", [10_000, 3_000_000], ids=["copied", "streamed"])
 @pytest.mark.parametrize(
-    "at", ["set_up_planner", "create_global_plan", "finish_plan", "resolve_data"]
+    ("at", "size"),
+    sampled(
+        itertools.product(
+            ["set_up_planner", "create_global_plan", "finish_plan", "resolve_data"],
+            [10_000, 3_000_000],  # copied, streamed
+        ),
+        3,
+    ),
 )
 def test_planner_that_raises(tmp_path: Path, tight: pyckpt.Engine, at: str, size: int) -> None:
     parameter = torch.nn.Parameter(torch.rand(size))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _forks import status_of_child
 from _ranks import run_ranks
+from _sampling import sampled, slow
 from _staging import (
     RING,
     check_saved,
@@ -77,7 +78,7 @@ def state_of(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> dict
     }
 
 
-@pytest.mark.parametrize(("make", "options"), OPTIMIZERS)
+@pytest.mark.parametrize(("make", "options"), sampled(OPTIMIZERS, 3))
 def test_step_right_after_the_call(
     tmp_path: Path, small_engine: pyckpt.Engine, make: Any, options: dict[str, Any]
 ) -> None:
@@ -165,7 +166,7 @@ def compiled_loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> C
 
 # Of torch itself, when it first traces a step.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("compiled", [compiled_step, compiled_loop])
+@pytest.mark.parametrize("compiled", [compiled_step, slow(compiled_loop)])
 def test_saves_are_no_reason_to_compile_again(
     tmp_path: Path, small_engine: pyckpt.Engine, compiled: Callable[..., Callable[[], object]]
 ) -> None:

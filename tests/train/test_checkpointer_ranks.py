@@ -69,9 +69,9 @@ def _train(
     ("ranks", "how", "then", "how_then"),
     [
         (1, "plain", 3, "ddp"),
-        (2, "ddp", 1, "plain"),
+        slow(2, "ddp", 1, "plain"),
         (4, "fsdp2", 3, "fsdp2"),
-        (3, "fsdp2", 2, "ddp"),
+        slow(3, "fsdp2", 2, "ddp"),
     ],
 )
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, slow(torch.optim.NAdam)])
@@ -120,7 +120,7 @@ def _stop_of_one(directory: Path, who: int) -> tuple[list[int], int]:
         return saved, newest.step
 
 
-@pytest.mark.parametrize(("ranks", "who"), [slow(1, 0), (2, 1), slow(3, 0), (4, 2)])
+@pytest.mark.parametrize(("ranks", "who"), [slow(1, 0), slow(2, 1), (3, 0), slow(4, 2)])
 def test_one_rank_that_is_to_stop_stops_all(ranks: int, who: int, tmp_path: Path) -> None:
     results = run_ranks(ranks, _stop_of_one, tmp_path, who)
     assert len(set(map(str, results))) == 1
@@ -253,7 +253,7 @@ def _busy(directory: Path) -> tuple[list[int], int]:
     return saved, skipped
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, slow(4)])
 def test_all_leave_out_the_same_saves(ranks: int, tmp_path: Path) -> None:
     results = run_ranks(ranks, _busy, tmp_path)
     assert len(set(map(str, results))) == 1
@@ -319,7 +319,7 @@ def _failing(directory: Path, where: str) -> tuple[int, str, list[int]]:
 
 
 @pytest.mark.parametrize("where", ["writing", "state"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [slow(2), 3])
 def test_the_failure_of_one_is_raised_on_all_at_the_same_step(
     where: str, ranks: int, tmp_path: Path
 ) -> None:
@@ -437,7 +437,7 @@ def _sees_less(directory: Path, hidden: dict[int, list[int]]) -> tuple[int | Non
 
 @pytest.mark.parametrize(
     ("hidden", "expected"),
-    [({}, 4), ({1: [4]}, 3), ({0: [4], 1: [3]}, 2), ({0: [3, 4], 2: [1, 2]}, None)],
+    [slow({}, 4), slow({1: [4]}, 3), ({0: [4], 1: [3]}, 2), ({0: [3, 4], 2: [1, 2]}, None)],
 )
 def test_ranks_that_see_less(
     hidden: dict[int, list[int]], expected: int | None, tmp_path: Path
@@ -523,7 +523,7 @@ def _restore_sharded(directory: Path) -> tuple[int | None, bool, list[str]]:
         )
 
 
-@pytest.mark.parametrize("damaged", [None, 0, 1])
+@pytest.mark.parametrize("damaged", [None, slow(0), 1])
 def test_damage_in_what_each_rank_reads_a_part_of(damaged: int | None, tmp_path: Path) -> None:
     run_ranks(2, _save_sharded, tmp_path)
     if damaged is not None:

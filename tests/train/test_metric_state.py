@@ -137,7 +137,7 @@ def load_model(path: str, more: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("consolidate", [False, slow(True)])
-@pytest.mark.parametrize(("saved", "restored"), [(2, 2), (1, 3), (3, 2), (2, 4), (4, 1)])
+@pytest.mark.parametrize(("saved", "restored"), [slow(2, 2), (1, 3), (3, 2), slow(2, 4), (4, 1)])
 def test_totals(saved: int, restored: int, consolidate: bool, tmp_path: Path) -> None:
     path = str(tmp_path)
     before = run_ranks(saved, save_model, path, consolidate)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _ranks import run_ranks
+from _sampling import slow
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -160,17 +161,17 @@ def assert_same(found: Any, expected: Any, name: str = "state", *, exact: bool) 
 @pytest.mark.parametrize(
     ("optimizer", "saved", "restored"),
     [
-        ("AdamW", ("ddp", 1), ("ddp", 2)),
+        slow("AdamW", ("ddp", 1), ("ddp", 2)),
         ("AdamW", ("ddp", 2), ("fsdp2", 2)),
-        ("AdamW", ("ddp", 3), ("ddp", 3)),
+        slow("AdamW", ("ddp", 3), ("ddp", 3)),
         ("AdamW", ("fsdp2", 4), ("plain", 1)),
-        ("AdamW", ("plain", 1), ("fsdp2", 4)),
-        ("AdamW", ("fsdp2", 2), ("fsdp2", 3)),
+        slow("AdamW", ("plain", 1), ("fsdp2", 4)),
+        slow("AdamW", ("fsdp2", 2), ("fsdp2", 3)),
         ("AdamW", ("compiled-ddp", 2), ("fsdp2", 1)),
-        ("NAdam", ("ddp", 4), ("fsdp2", 3)),
+        slow("NAdam", ("ddp", 4), ("fsdp2", 3)),
         ("NAdam", ("fsdp2", 2), ("fsdp2", 2)),
-        ("NAdam", ("fsdp2", 3), ("ddp", 2)),
-        ("NAdam", ("fsdp2", 1), ("compiled-ddp", 2)),
+        slow("NAdam", ("fsdp2", 3), ("ddp", 2)),
+        slow("NAdam", ("fsdp2", 1), ("compiled-ddp", 2)),
     ],
 )
 def test_training_goes_on(
