@@ -75,9 +75,10 @@ class PlannerDataReader {
 
   bool is_recalled() const { return in_.peek() == op::kGet1 || in_.peek() == op::kGet4; }
 
-  void recall(Kind kind) {
+  Kind recall() {
     const uint32_t number = in_.get();
-    in_.require(number < remembered_.size() && remembered_[number] == kind);
+    in_.require(number < remembered_.size());
+    return remembered_[number];
   }
 
   void remember(Kind kind) {
@@ -86,7 +87,7 @@ class PlannerDataReader {
   }
 
   void string() {
-    if (is_recalled()) return recall(Kind::kString);
+    if (is_recalled()) return in_.require(recall() == Kind::kString);
     in_.long_text();
     remember(Kind::kString);
   }
@@ -100,7 +101,6 @@ class PlannerDataReader {
   }
 
   void tuple() {
-    if (is_recalled()) return recall(Kind::kTuple);
     if (in_.peek() == op::kTuple0) {
       in_.byte();
       return;
@@ -110,7 +110,14 @@ class PlannerDataReader {
       while (in_.peek() != op::kTuple) part();
       in_.byte();
     } else {
+      // What is recalled is the tuple, or the first part of one.
       size_t parts = 0;
+      if (is_recalled()) {
+        const Kind kind = recall();
+        if (kind == Kind::kTuple) return;
+        in_.require(kind == Kind::kString);
+        ++parts;
+      }
       while (in_.peek() < op::kTuple1 || in_.peek() > op::kTuple3) {
         part();
         in_.require(++parts <= 3);

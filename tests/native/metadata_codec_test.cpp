@@ -313,7 +313,8 @@ TEST(MetadataCodec, WhatCannotBeLoadedFrom) {
   EXPECT_FALSE(is_refused(One({8}).chunk({0}, {8}, {0, 0, 600, true, 500, 8, 0}).columns));
   EXPECT_FALSE(is_refused(One({8}).chunk({0}, {8}, {0, 0, 600, true, 0, 600, 0}).columns));
   EXPECT_TRUE(is_refused(One({8}).chunk({0}, {8}, {0, 0, 600, true, 593, 8, 0}).columns));
-  EXPECT_TRUE(is_refused(One({8}).chunk({0}, {8}, {0, 0, 600, true, UINT64_MAX, 8, 0}).columns));
+  EXPECT_TRUE(
+      is_refused(One({8}).chunk({0}, {8}, {0, 0, 600, true, UINT64_MAX - 1, 8, 0}).columns));
   One strides({8});
   strides.chunk({0}, {8}, {0, 0, 600, true, 500, 8, 0});
   strides.columns.set_stride(0, {1});
