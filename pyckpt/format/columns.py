@@ -293,7 +293,9 @@ class PlacesMapping(_OverColumns):
         if len(index.offset) != len(columns.size(key)):
             return -1
         hint = index.index
-        number = columns.find_chunk(key, tuple(index.offset), -1 if hint is None else hint)
+        if type(hint) is not int or not 0 <= hint < columns.item_count:
+            hint = -1
+        number = columns.find_chunk(key, tuple(index.offset), hint)
         return -1 if number < 0 else first + number
 
 
