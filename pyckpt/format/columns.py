@@ -62,7 +62,8 @@ def metadata_of(
 
 def columns_of(metadata: Metadata) -> _C.Columns | None:
     """The columns that metadata is over, with all of its parts; None where it is not."""
-    keys, places = metadata.state_dict_metadata, metadata.storage_data
+    keys = getattr(metadata, "state_dict_metadata", None)
+    places = getattr(metadata, "storage_data", None)
     if not isinstance(keys, KeysMapping):
         return None
     if places is None or (isinstance(places, PlacesMapping) and places.columns is keys.columns):

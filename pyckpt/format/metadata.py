@@ -107,8 +107,10 @@ def encode_to(metadata: Metadata, write: Callable[[bytes], object]) -> bool:
     Returns False, and writes nothing, where something in it is of another kind.
     """
     columns = columns_of(metadata)
+    if columns is None or metadata.storage_data is None:
+        return False
     extras = _extras(metadata)
-    if columns is None or extras is None or metadata.storage_data is None:
+    if extras is None:
         return False
     with collector_paused():
         planner_data = _fragment(metadata.planner_data)

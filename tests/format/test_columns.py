@@ -339,8 +339,7 @@ def test_what_is_not_so_is_refused_as_in_python(metadata: Metadata) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_changed_files_mean_what_they_mean_in_python(seed: int) -> None:
-    """The native decoder takes nothing that Python refuses, and nothing for something else. Where it
-    takes nothing, Python says why."""
+    """The native decoder takes nothing that Python refuses, and nothing for something else."""
     body = m.encode(over_columns(small()))[:-20]
     native = 0
     for changed in itertools.islice(changes(body, seed), 500):
