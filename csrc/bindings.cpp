@@ -195,4 +195,5 @@ PYBIND11_MODULE(_C, module) {
   pyckpt::register_state_tree(module);
   pyckpt::register_checks(module);
   pyckpt::register_columns(module);
+  pyckpt::register_metadata(module);
 }

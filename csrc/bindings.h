@@ -76,5 +76,6 @@ void register_staging(py::module_& module);
 void register_state_tree(py::module_& module);
 void register_checks(py::module_& module);
 void register_columns(py::module_& module);
+void register_metadata(py::module_& module);
 
 }  // namespace pyckpt

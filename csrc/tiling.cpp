@@ -92,6 +92,40 @@ class Boxes {
   size_t work_ = 0;
 };
 
+// Whether the boxes are the cells of a grid, each once: what nearly all tensors are cut into, and
+// told in a fraction of the time. `begins` and `ends` are of boxes within a tensor of this size.
+bool is_grid(const std::vector<int64_t>& size, const std::vector<int64_t>& begins,
+             const std::vector<int64_t>& ends) {
+  const size_t dimensions = size.size(), count = begins.size() / dimensions;
+  if (count == 0) return false;
+  std::vector<size_t> cells(count);  // of each box, the number of the cell that it is
+  std::vector<int64_t> cuts(count);
+  size_t all = 1;
+  for (size_t d = 0; d < dimensions; ++d) {
+    cuts.resize(count);
+    for (size_t i = 0; i < count; ++i) cuts[i] = begins[i * dimensions + d];
+    std::sort(cuts.begin(), cuts.end());
+    cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
+    if (cuts.front() != 0 || cuts.size() > count / all) return false;
+    all *= cuts.size();
+    for (size_t i = 0; i < count; ++i) {
+      const int64_t begin = begins[i * dimensions + d];
+      const auto at =
+          cuts.size() == 1 ? cuts.begin() : std::lower_bound(cuts.begin(), cuts.end(), begin);
+      const int64_t next = at + 1 == cuts.end() ? size[d] : at[1];
+      if (ends[i * dimensions + d] != next) return false;
+      cells[i] = cells[i] * cuts.size() + static_cast<size_t>(at - cuts.begin());
+    }
+  }
+  if (all != count) return false;
+  std::vector<bool> is_there(count);
+  for (const size_t cell : cells) {
+    if (is_there[cell]) return false;
+    is_there[cell] = true;
+  }
+  return true;
+}
+
 }  // namespace
 
 bool is_tiling(const std::vector<int64_t>& size, const std::vector<int64_t>& offsets,
@@ -117,6 +151,7 @@ bool is_tiling(const std::vector<int64_t>& size, const std::vector<int64_t>& off
       ends.push_back(offsets[at + d] + sizes[at + d]);
     }
   }
+  if (is_grid(size, begins, ends)) return true;
   const size_t count = begins.size() / dimensions;
   std::vector<size_t> order(count);
   for (size_t i = 0; i < count; ++i) order[i] = i;

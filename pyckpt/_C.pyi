@@ -1,6 +1,6 @@
 """The native engine. Private: use ``pyckpt.Engine`` and what stands on it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -335,6 +335,59 @@ class Columns:
 
     def file_sizes(self) -> dict[str, int]:
         """The least bytes that each file must have."""
+
+class MetadataNames:
+    """How this torch names what a pickle of metadata speaks of: classes and functions by module and
+    name, dtypes with the bytes of an element, layouts."""
+
+    def __init__(
+        self,
+        *,
+        metadata: tuple[str, str],
+        storage_meta: tuple[str, str],
+        tensor: tuple[str, str],
+        bytes: tuple[str, str],
+        chunk: tuple[str, str],
+        index: tuple[str, str],
+        properties: tuple[str, str],
+        info: tuple[str, str],
+        size: tuple[str, str],
+        layout: tuple[str, str],
+        memory_format: tuple[str, str],
+        dtypes: dict[str, int],
+        layouts: Sequence[str],
+    ) -> None: ...
+
+def encode_metadata(
+    columns: Columns,
+    names: MetadataNames,
+    write: Callable[[bytes], object],
+    *,
+    planner_data: bytes,
+    checkpoint_id: bytes | None,
+    save_id: bytes | None,
+    version: bytes | None,
+) -> tuple[int, int]:
+    """Write the pickle of metadata (csrc/metadata_encoder.h), without the trailer.
+
+    Args:
+        write: is given the bytes in order, about a MiB at a time.
+        planner_data: what Python's pickler makes of it with protocol 3, without the first two
+            bytes and the last.
+        checkpoint_id, save_id, version: UTF-8.
+
+    Returns the number of bytes and their CRC-32. Raises ValueError where the columns do not say
+    where items are, and whatever ``write`` raises.
+    """
+
+def decode_metadata(
+    buffer: Buffer, names: MetadataNames
+) -> tuple[Columns, bytes, bytes | None, bytes | None, bytes | None] | None:
+    """Read what `encode_metadata` wrote: columns, planner_data, checkpoint_id, save_id and version.
+
+    None for any other bytes, also for those from which no checkpoint can be loaded. Paths alone are
+    not checked. What planner_data is a pickle of is None, or a dict of strings to tuples of strings
+    and whole numbers, and reading it calls nothing."""
 
 class Engine:
     def __init__(

@@ -18,13 +18,14 @@ what it names: a file must neither call code nor alter a class of the process th
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import dataclasses
 import io
 import os
 import pickle
 import struct
-import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -39,10 +40,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from pyckpt import _C
 from pyckpt.collector import collector_paused
 from pyckpt.errors import CorruptCheckpoint, UnsafeCheckpoint
 from pyckpt.format.checks import check
+from pyckpt.format.columns import (
+    LAYOUTS,
+    MEMORY_FORMATS,
+    KeysMapping,
+    PlacesMapping,
+    columns_of,
+    metadata_of,
+    storage_info,
+)
 from pyckpt.format.files import open_regular, read_regular
+from pyckpt.format.paths import check_paths
 from pyckpt.format.sealed import Sealed, scan
 from pyckpt.private import StorageInfo
 
@@ -54,6 +66,7 @@ __all__ = [
     "decode",
     "dumps",
     "encode",
+    "encode_to",
     "read",
     "seal",
     "storage_info",
@@ -71,51 +84,86 @@ _TRAILER = struct.Struct("<8sQI")
 # --- writing --------------------------------------------------------------------------------------
 
 
-def storage_info(
-    relative_path: str,
-    offset: int,
-    length: int,
-    *,
-    crc32: int,
-    payload_offset: int,
-    payload_length: int,
-    payload_stride: tuple[int, ...] | None = None,
-) -> StorageInfo:
-    """Say where an item lies: stock's record, plus what pyckpt needs to read it directly.
-
-    Args:
-        relative_path: the data file, relative to the checkpoint's directory.
-        offset: first byte of the item in that file.
-        length: bytes of the item, envelope included.
-        crc32: CRC-32 of the payload.
-        payload_offset: where the raw tensor bytes begin, in bytes from the item's first byte.
-        payload_length: bytes of the raw tensor. An item that is not a raw tensor in an envelope
-            is a payload as a whole: offset 0, all its length.
-        payload_stride: strides in elements, given only where the payload is not in row-major order.
-    """
-    info = StorageInfo(relative_path, offset, length)
-    extra = info.__dict__
-    extra["crc32"] = crc32
-    extra["payload_offset"] = payload_offset
-    extra["payload_length"] = payload_length
-    if payload_stride is not None:
-        extra["payload_stride"] = payload_stride
-    return info
-
-
 def encode(metadata: Metadata) -> bytes:
-    """Return the bytes of a ``.metadata`` file: stock's pickle and the trailer.
+    """Return the bytes of a ``.metadata`` file: a pickle that stock reads, and the trailer.
 
     Raises:
         TypeError: a planner put something into it that `decode` would refuse.
     """
+    blocks: list[bytes] = []
+    if encode_to(metadata, blocks.append):
+        return b"".join(blocks)
+    with collector_paused():
+        body = dumps(_with_dicts(metadata))
+    return seal(body)
+
+
+def encode_to(metadata: Metadata, write: Callable[[bytes], object]) -> bool:
+    """Write a ``.metadata`` file whose parts are over columns, without an object for each item.
+
+    Args:
+        write: is given the bytes in order, about a MiB at a time.
+
+    Returns False, and writes nothing, where something in it is of another kind.
+    """
+    columns = columns_of(metadata)
+    if columns is None or metadata.storage_data is None:
+        return False
+    extras = _extras(metadata)
+    if extras is None:
+        return False
+    with collector_paused():
+        planner_data = _fragment(metadata.planner_data)
+    checkpoint_id, save_id, version = extras
+    length, crc32 = _C.encode_metadata(
+        columns,
+        _NAMES,
+        write,
+        planner_data=planner_data,
+        checkpoint_id=checkpoint_id,
+        save_id=save_id,
+        version=version,
+    )
+    write(_TRAILER.pack(MAGIC, length, crc32))
+    return True
+
+
+_FIELDS = {field.name for field in dataclasses.fields(Metadata)} | {"version"}
+_STORAGE_FIELDS = {"checkpoint_id", "save_id", "load_id", "modules"}
+_FRAGMENT_PROTOCOL = 3  # is not cut into frames, so it can be part of another pickle
+
+
+def _extras(metadata: Metadata) -> list[bytes | None] | None:
+    """What the native encoder writes besides columns; None where there is more than that."""
+    meta = metadata.storage_meta
+    if vars(metadata).keys() - _FIELDS or type(meta) is not StorageMeta:
+        return None
+    if vars(meta).keys() != _STORAGE_FIELDS or meta.load_id is not None or meta.modules:
+        return None
+    texts = (meta.checkpoint_id, meta.save_id, metadata.version)
+    if any(type(text) not in (str, type(None)) for text in texts):
+        return None
+    # As pickle does.
+    return [None if text is None else str(text).encode("utf-8", "surrogatepass") for text in texts]
+
+
+def _fragment(planner_data: Any) -> bytes:
+    """The opcodes of planner_data, without the first, which names the protocol, and the last."""
+    if isinstance(planner_data, Mapping):
+        planner_data = dict(planner_data)
+    return pickle.dumps(planner_data, _FRAGMENT_PROTOCOL)[2:-1]
+
+
+def _with_dicts(metadata: Metadata) -> Metadata:
+    """The same with dicts in it, which alone can be decoded again."""
     for part in ("state_dict_metadata", "storage_data"):
         value = getattr(metadata, part, None)
-        if value is not None and type(value) is not dict:
+        if isinstance(value, KeysMapping | PlacesMapping):
+            metadata = copy.copy(metadata)
+            setattr(metadata, part, value.copy())
+        elif value is not None and type(value) is not dict:
             raise TypeError(f"the {part} of a save must be a dict, not a {type(value).__name__}")
-    with collector_paused():
-        body = dumps(metadata)
-    return seal(body)
+    return metadata
 
 
 def dumps(metadata: Metadata, protocol: int = pickle.DEFAULT_PROTOCOL) -> bytes:
@@ -148,7 +196,7 @@ def _reduce_properties(properties: TensorProperties) -> Any:
 
 def seal(body: bytes) -> bytes:
     """Put the trailer behind a pickle."""
-    return body + _TRAILER.pack(MAGIC, len(body), zlib.crc32(body))
+    return body + _TRAILER.pack(MAGIC, len(body), _C.crc32(body))
 
 
 # --- what a file may name -------------------------------------------------------------------------
@@ -184,7 +232,7 @@ class _MemFormat(metaclass=Sealed):
     __slots__ = ()
 
     def __new__(cls, value: int) -> Any:
-        return range(len(_MEM_FORMATS)).index(value)  # ValueError for anything else
+        return range(len(MEMORY_FORMATS)).index(value)  # ValueError for anything else
 
 
 class _Getattr(metaclass=Sealed):
@@ -195,15 +243,7 @@ class _Getattr(metaclass=Sealed):
     def __new__(cls, owner: object, name: str) -> Any:
         if owner is not _MemFormat:
             raise pickle.UnpicklingError("getattr of something that is not DCP's memory format")
-        return list(_MEM_FORMATS).index(name)
-
-
-_MEM_FORMATS = {
-    "TORCH_CONTIGUOUS_FORMAT": torch.contiguous_format,
-    "TORCH_CHANNELS_LAST": torch.channels_last,
-    "TORCH_PRESERVE_FORMAT": torch.preserve_format,
-}
-_LAYOUTS = {str(v): v for v in vars(torch).values() if isinstance(v, torch.layout)}
+        return list(MEMORY_FORMATS).index(name)
 
 
 class _Layout(metaclass=Sealed):
@@ -212,7 +252,7 @@ class _Layout(metaclass=Sealed):
     __slots__ = ()
 
     def __new__(cls, name: str) -> Any:
-        return _LAYOUTS[name]
+        return LAYOUTS[name]
 
 
 class _Dict(metaclass=Sealed):
@@ -244,7 +284,7 @@ class _Properties(TensorProperties, metaclass=Sealed):
 
     def __setstate__(self, state: Any) -> None:
         self.dtype, self.layout, self.requires_grad, memory_format, self.pin_memory = state[:5]
-        self.memory_format = list(_MEM_FORMATS.values())[memory_format]
+        self.memory_format = list(MEMORY_FORMATS.values())[memory_format]
         if len(state) > 5:
             vars(self)["strides"] = state[5]
         self.__class__ = TensorProperties  # type: ignore[assignment]
@@ -276,6 +316,31 @@ for _module in ("pathlib", "pathlib._local"):  # Python 3.13 pickles the second 
 for _name, _value in list(vars(torch).items()):
     if isinstance(_value, torch.dtype):
         _ALLOWED["torch", _name] = _value
+
+
+def _name_of(named: Any) -> tuple[str, str]:
+    return named.__module__, named.__qualname__
+
+
+_NAMES = _C.MetadataNames(
+    metadata=_name_of(Metadata),
+    storage_meta=_name_of(StorageMeta),
+    tensor=_name_of(TensorStorageMetadata),
+    bytes=_name_of(BytesStorageMetadata),
+    chunk=_name_of(ChunkStorageMetadata),
+    index=_name_of(MetadataIndex),
+    properties=_name_of(TensorProperties),
+    info=_name_of(StorageInfo),
+    size=_name_of(torch.Size),
+    layout=("torch.serialization", "_get_layout"),
+    memory_format=(_DCP, "_MEM_FORMAT_ENCODING"),
+    dtypes={
+        str(value).removeprefix("torch."): value.itemsize
+        for value in vars(torch).values()
+        if isinstance(value, torch.dtype)
+    },
+    layouts=list(LAYOUTS),
+)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -325,6 +390,10 @@ def decode(data: bytes, *, path: str | os.PathLike[str]) -> Metadata:
     """
     where = os.fspath(path)
     length = _check_trailer(data, where)
+    if length != len(data):
+        native = _decode_native(memoryview(data)[:length])
+        if native is not None:
+            return native
     try:
         end = scan(data, depth=_DEPTH_MAX)
         unpickler = _Unpickler(io.BytesIO(data))
@@ -351,6 +420,32 @@ def decode(data: bytes, *, path: str | os.PathLike[str]) -> Metadata:
     return metadata
 
 
+def _decode_native(body: memoryview) -> Metadata | None:
+    """Metadata over columns; None where it is not in the canonical form, or to be refused."""
+    decoded = _C.decode_metadata(body, _NAMES)
+    if decoded is None:
+        return None
+    columns, fragment, checkpoint_id, save_id, version = decoded
+    with collector_paused():
+        # Strings, tuples and a dict: the decoder has looked at each opcode.
+        planner_data = pickle.loads(b"\x80\x03" + fragment + b".")
+    metadata = metadata_of(
+        columns,
+        planner_data,
+        StorageMeta(_text(checkpoint_id), _text(save_id)),
+        _text(version),
+    )
+    try:
+        check_paths(metadata)
+    except ValueError:
+        return None
+    return metadata
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode()
+
+
 def _check_trailer(data: bytes, path: str) -> int:
     """Check the trailer if there is one; return how many bytes the pickle should have."""
     body = len(data) - _TRAILER.size
@@ -366,7 +461,7 @@ def _check_trailer(data: bytes, path: str) -> int:
             expected=length,
             found=body,
         )
-    found = zlib.crc32(memoryview(data)[:body])
+    found = _C.crc32(memoryview(data)[:body])
     if found != expected:
         raise CorruptCheckpoint(
             f"{path}: CRC-32 of the metadata expected {expected:#010x}, found {found:#010x}",
@@ -382,6 +477,9 @@ def data_files(metadata: Metadata) -> dict[str, int]:
 
     `decode` has made sure that they are in the checkpoint's directory.
     """
+    columns = columns_of(metadata)
+    if columns is not None and metadata.storage_data is not None:
+        return columns.file_sizes()
     files: dict[str, int] = {}
     for info in (metadata.storage_data or {}).values():
         name = info.relative_path
