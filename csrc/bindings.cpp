@@ -196,4 +196,5 @@ PYBIND11_MODULE(_C, module) {
   pyckpt::register_checks(module);
   pyckpt::register_columns(module);
   pyckpt::register_metadata(module);
+  pyckpt::register_plan(module);
 }
