@@ -22,11 +22,6 @@ def crc32_shift(crc: int, size: int) -> int:
     """What bytes of checksum ``crc`` contribute to a checksum when ``size`` bytes follow them:
     ``crc32(a + b) == crc32_shift(crc32(a), len(b)) ^ crc32(b)``."""
 
-def fill_words(buffer: Buffer, positions: bytes, before: bytes, words: bytes) -> bool:
-    """Write 64-bit words into ``buffer``, each at its position; all in native byte order. A word
-    whose position is all ones must be the one in ``before``. Returns whether all such are; if not,
-    the buffer is not to be used."""
-
 def scan_pickle(buffer: Buffer, *, depth: int, work_per_byte: int) -> int:
     """Go through the pickle that ``buffer`` begins with, without reading it; return its length in
     bytes. Raises ValueError for one that is damaged, nested deeper than ``depth``, or takes more
