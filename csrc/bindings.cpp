@@ -34,30 +34,6 @@ uint32_t crc32_of(const py::object& buffer, uint32_t crc) {
   return crc32(crc, view.data(), view.size());
 }
 
-// Writes words into a buffer, each at its position, native byte order both. A word whose position
-// is all ones must be the one it was before; returns whether all such are. See
-// pyckpt.format.template.
-bool fill_words(const py::object& buffer, const py::bytes& positions, const py::bytes& before,
-                const py::bytes& words) {
-  const ContiguousBuffer to(buffer, PyBUF_WRITABLE);
-  const std::string_view at = positions, expected = before, values = words;
-  constexpr size_t kWord = sizeof(uint64_t);
-  if (at.size() % kWord != 0 || expected.size() != at.size() || values.size() != at.size()) {
-    return false;
-  }
-  for (size_t i = 0; i < at.size(); i += kWord) {
-    uint64_t position;
-    std::memcpy(&position, at.data() + i, kWord);
-    if (position == UINT64_MAX) {
-      if (std::memcmp(values.data() + i, expected.data() + i, kWord) != 0) return false;
-      continue;
-    }
-    if (position > to.size() || to.size() - position < kWord) return false;
-    std::memcpy(to.data() + position, values.data() + i, kWord);
-  }
-  return true;
-}
-
 std::shared_ptr<Envelope> make_envelope(std::string prefix, std::string suffix,
                                         uint64_t payload_size, std::vector<uint32_t> crc_positions,
                                         uint32_t id_position, uint32_t id_size,
@@ -185,8 +161,6 @@ PYBIND11_MODULE(_C, module) {
 #endif
   module.def("crc32", &pyckpt::crc32_of, py::arg("buffer"), py::arg("crc") = 0);
   module.def("crc32_shift", &pyckpt::crc32_shift, py::arg("crc"), py::arg("size"));
-  module.def("fill_words", &pyckpt::fill_words, py::arg("buffer"), py::arg("positions"),
-             py::arg("before"), py::arg("words"));
   pyckpt::register_envelope(module);
   pyckpt::register_engine(module);
   pyckpt::register_write_job(module);
@@ -196,4 +170,5 @@ PYBIND11_MODULE(_C, module) {
   pyckpt::register_checks(module);
   pyckpt::register_columns(module);
   pyckpt::register_metadata(module);
+  pyckpt::register_plan(module);
 }

@@ -77,5 +77,6 @@ void register_state_tree(py::module_& module);
 void register_checks(py::module_& module);
 void register_columns(py::module_& module);
 void register_metadata(py::module_& module);
+void register_plan(py::module_& module);
 
 }  // namespace pyckpt

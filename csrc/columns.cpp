@@ -118,7 +118,11 @@ void Columns::set_place(uint64_t item, const ItemPlace& place) {
 
 void Columns::set_stride(uint64_t item, std::vector<int64_t> stride) {
   if (item >= item_count()) throw std::out_of_range("no such item");
-  strides_[item] = std::move(stride);
+  if (stride.empty()) {
+    strides_.erase(item);
+  } else {
+    strides_[item] = std::move(stride);
+  }
 }
 
 void Columns::set_file_name(uint32_t file, std::string name) { files_.at(file) = std::move(name); }

@@ -71,7 +71,7 @@ class Columns {
   uint64_t add_chunk(const int64_t* offsets, const int64_t* sizes);
 
   void set_place(uint64_t item, const ItemPlace& place);
-  // Of the payload, in elements, where that is not in row-major order.
+  // Of the payload, in elements, where that is not in row-major order; none where it is.
   void set_stride(uint64_t item, std::vector<int64_t> stride);
   void set_file_name(uint32_t file, std::string name);
 

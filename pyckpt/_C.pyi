@@ -22,11 +22,6 @@ def crc32_shift(crc: int, size: int) -> int:
     """What bytes of checksum ``crc`` contribute to a checksum when ``size`` bytes follow them:
     ``crc32(a + b) == crc32_shift(crc32(a), len(b)) ^ crc32(b)``."""
 
-def fill_words(buffer: Buffer, positions: bytes, before: bytes, words: bytes) -> bool:
-    """Write 64-bit words into ``buffer``, each at its position; all in native byte order. A word
-    whose position is all ones must be the one in ``before``. Returns whether all such are; if not,
-    the buffer is not to be used."""
-
 def scan_pickle(buffer: Buffer, *, depth: int, work_per_byte: int) -> int:
     """Go through the pickle that ``buffer`` begins with, without reading it; return its length in
     bytes. Raises ValueError for one that is damaged, nested deeper than ``depth``, or takes more
@@ -406,3 +401,114 @@ class Engine:
         with CUDA devices, registered with CUDA, and each device ready to copy."""
 
     def close(self) -> None: ...
+
+# --- plans of saves -------------------------------------------------------------------------------
+
+class PlanPacker:
+    """Packs what one rank has into a block. Each call raises ValueError or TypeError for what
+    cannot be in one; the packer is of no use then.
+
+    A ``path`` is that of DCP's ``planner_data``; joined with dots it must be the name. A ``hint``
+    is the ``index`` of DCP's `MetadataIndex`."""
+
+    def __init__(self) -> None: ...
+    def add_properties(
+        self,
+        dtype: str,
+        layout: str,
+        requires_grad: bool,
+        memory_format: int,
+        pin_memory: bool,
+        element_size: int,
+    ) -> int:
+        """Returns a number that stands for the properties of tensors."""
+
+    def add_object(self, name: str, path: tuple[Any, ...] | None, hint: int | None) -> None: ...
+    def add_tensor(
+        self,
+        name: str,
+        path: tuple[Any, ...] | None,
+        is_shard: bool,
+        properties: int,
+        shape: tuple[int, ...],
+        offsets: tuple[int, ...],
+        sizes: tuple[int, ...],
+        hint: int | None,
+    ) -> None: ...
+    def add_path(self, name: str, path: tuple[Any, ...]) -> None:
+        """Of a key that may have no item here. Does nothing for one that has."""
+
+    def finish(self) -> bytes: ...
+
+class PlanBlock:
+    """A block, to be looked into. Raises ValueError for one that is damaged, or of another version
+    of pyckpt."""
+
+    def __init__(self, block: bytes) -> None: ...
+    def __len__(self) -> int: ...
+    def item(self, index: int) -> tuple[Any, ...]:
+        """Its kind (1: an object; 2: a tensor; 3: a shard), name and hint; and of a tensor its
+        properties as `Columns` has them, shape, offsets and sizes, which are None of an object."""
+
+    def paths(self) -> dict[str, tuple[str | int, ...]]:
+        """The path of each key that has one."""
+
+class GlobalPlan:
+    """The plan of all ranks (csrc/global_plan.h). Raises ValueError, which names the rank, for a
+    block that is damaged or of another version.
+
+    Args:
+        blocks: of each rank.
+        wrote: of each rank that goes by a plan that is known, a byte an item: whether the rank
+            wrote it by that plan. None of the others.
+    """
+
+    conflicts: list[str]
+    """What ranks contradict each other about; the plan must not be used where there is any."""
+    errors: list[str]
+    """What is wrong with chunks; the plan must not be used where there is any."""
+    columns: Columns
+    memory_bytes: int
+    def __init__(self, blocks: Sequence[bytes], wrote: Sequence[bytes | None]) -> None: ...
+    def written(self, rank: int) -> int:
+        """How many items a rank writes."""
+
+    def answer(self, rank: int) -> bytes:
+        """What to tell a rank; see `unpack_answer`."""
+
+    def wrote(self, rank: int) -> bytes:
+        """For each item of a rank, whether it writes it: a byte."""
+
+    def paths(self) -> dict[str, tuple[str | int, ...]]:
+        """The paths of all keys, as DCP joins those of the ranks."""
+
+    def place(self, rank: int, file: str, results: bytes) -> None:
+        """Say in the columns where the items lie that a rank wrote. Raises ValueError for results
+        that are damaged, or of other items."""
+
+def unpack_answer(answer: bytes, items: int) -> list[int]:
+    """For each of a rank's items: 0 where another rank writes it, or one more than the number that
+    its chunk has. Raises ValueError for an answer to a rank of another number of items."""
+
+def pack_places(
+    places: bytes, recorded: bytes, strides: Sequence[tuple[int, tuple[int, ...]]]
+) -> bytes:
+    """Pack what a rank wrote.
+
+    Args:
+        places: of each item, as ``WriteJob.finish`` returns them.
+        recorded: a byte an item: whether the metadata has its true dtype and shape, so that its
+            payload and checksum are told.
+        strides: of items whose payload is not in row-major order.
+    """
+
+def pack_checksums(before: bytes, places: bytes) -> bytes | None:
+    """Pack the checksums alone; None where anything else differs between the places of two
+    saves."""
+
+def unpack_places(results: bytes) -> list[tuple[Any, ...]]:
+    """Of each item its offset, length, payload's offset and length, CRC-32 and stride, of which the
+    last four may be None. Raises ValueError for bytes that are damaged."""
+
+def unpack_checksums(results: bytes) -> list[int]:
+    """Raises ValueError for bytes that are damaged."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
 from pyckpt.dcp.committed import look_up
-from pyckpt.dcp.items import Packed, size_of_file, unpack
+from pyckpt.dcp.global_plan import GlobalPlan, PackedResults
 from pyckpt.dcp.parts import Part, host_name
-from pyckpt.dcp.plans import GlobalPlan
 from pyckpt.errors import SaveError
 from pyckpt.format import commit
 from pyckpt.format.claim import Claim, turn
+from pyckpt.format.columns import KeysMapping
 from pyckpt.format.metadata import encode
 from pyckpt.locks import fork_safe_lock
 from pyckpt.private import CURRENT_DCP_VERSION
@@ -27,7 +27,7 @@ from pyckpt.timeline import named
 
 __all__ = ["DataFile", "Destination", "Results", "describe"]
 
-Results = Sequence[Sequence[WriteResult | Packed]]
+Results = Sequence[Sequence[WriteResult]]
 """What each rank wrote."""
 
 # Commits of one process take turns: a commit and the sweep after it must see no half of another.
@@ -160,7 +160,7 @@ class Destination:
             SaveError: this rank does not see what another wrote.
         """
         for rank, of_rank in enumerate(results):
-            file = size_of_file(of_rank)
+            file = _file_of(of_rank)
             if file is None:
                 continue
             name, size = file
@@ -197,46 +197,33 @@ def describe(
     its data files.
 
     Args:
-        metadata: what DCP made of the plan. Its ``storage_data`` is left out where the bytes are
-            made by a template.
+        metadata: what DCP made of the plan.
         results: what the ranks wrote.
-        plan: of the save, where the coordinator remembers it.
+        plan: that made the metadata, where the coordinator remembers it.
         path, save_id: of the checkpoint.
     """
     look_up(metadata)  # a planner may give again what a save before it was described by
     metadata.version = CURRENT_DCP_VERSION
     metadata.storage_meta = StorageMeta(checkpoint_id=str(path), save_id=save_id)
-    before = None if plan is None else plan.results
-    if plan is not None and not plan.is_plan_of(metadata):
-        plan = None  # the planner has put something else in
-    if plan is not None and before is not None:
-        # A rank that writes nothing says nothing.
-        packed = [of_rank[0] if of_rank else Packed("", b"") for of_rank in results]
-        ranks = [of_rank for of_rank in packed if isinstance(of_rank, Packed)]
-        if len(ranks) == len(packed):
-            data = plan.template().fill(
-                str(path),
-                save_id,
-                [of_rank.name for of_rank in ranks],
-                [of_rank.places for of_rank in ranks],
-            )
-            if data is not None:
-                return data, {of_rank.name for of_rank in ranks} - {""}
-    full = [list(_unpacked(of_rank, rank, before)) for rank, of_rank in enumerate(results)]
-    if plan is not None:
-        plan.results = full
+    # A rank that writes nothing says nothing.
+    packed = [of_rank for of_rank in results if isinstance(of_rank, PackedResults)]
+    if plan is not None and len(packed) == sum(
+        _file_of(of_rank) is not None for of_rank in results
+    ):
+        return plan.complete(metadata, packed, encode), {of_rank.file for of_rank in packed}
+    if isinstance(metadata.state_dict_metadata, KeysMapping):
+        metadata.state_dict_metadata = metadata.state_dict_metadata.copy()
     metadata.storage_data = {
-        result.index: result.storage_data for of_rank in full for result in of_rank
+        result.index: result.storage_data for of_rank in results for result in of_rank
     }
     return encode(metadata), {info.relative_path for info in metadata.storage_data.values()}
 
 
-def _unpacked(
-    of_rank: Sequence[WriteResult | Packed], rank: int, before: Sequence[list[WriteResult]] | None
-) -> Iterator[WriteResult]:
-    for result in of_rank:
-        if isinstance(result, Packed):
-            assert before is not None  # or else the planner would not have called it settled
-            yield from unpack(result, before[rank])
-        else:
-            yield result
+def _file_of(results: Sequence[WriteResult]) -> tuple[str, int] | None:
+    """The name of the file that a rank wrote, and how long it must be; None where it wrote none."""
+    if isinstance(results, PackedResults):
+        return results.file, results.size
+    if not results:
+        return None
+    ends = [result.storage_data.offset + result.storage_data.length for result in results]
+    return results[0].storage_data.relative_path, max(ends)

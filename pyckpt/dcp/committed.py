@@ -43,13 +43,13 @@ class CommittedPart(Mapping[Any, Any]):
         known: the mapping, where this process has it anyway. It does not cross to others.
     """
 
-    def __init__(self, file: _File, part: _Part, known: dict[Any, Any] | None = None) -> None:
+    def __init__(self, file: _File, part: _Part, known: Mapping[Any, Any] | None = None) -> None:
         self._file = file
         self._part = part
         self._known = known
 
     @property
-    def _entries(self) -> dict[Any, Any]:
+    def _entries(self) -> Mapping[Any, Any]:
         if self._known is None:
             self._known = getattr(self._file.metadata, self._part) or {}
         return self._known

@@ -7,7 +7,7 @@ where lists have different lengths, it has a mixture.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
@@ -15,13 +15,14 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from pyckpt.dcp.report import some
 from pyckpt.errors import PyckptError
 
-__all__ = ["check"]
+__all__ = ["check", "refuse"]
 
 _SHOWN = 5
 
 
 def check(plans: Sequence[SavePlan]) -> None:
-    """Raise PyckptError where the plans of the ranks contradict each other.
+    """Raise PyckptError where the plans of the ranks contradict each other. What is packed is
+    checked natively, by the same rules (csrc/plan_conflicts.h).
 
     Args:
         plans: what each rank wants to write, as it was planned there.
@@ -60,9 +61,14 @@ def check(plans: Sequence[SavePlan]) -> None:
                 found.setdefault(
                     name, f"{name} has {size} entries on rank {other} and {length} on {rank}"
                 )
+    refuse(found.values())
+
+
+def refuse(found: Collection[str]) -> None:
+    """Raise PyckptError where anything was found, a line for each name."""
     if found:
         raise PyckptError(
             f"ranks would save different things under the same names ({len(found)}): "
-            f"{some(found.values(), _SHOWN)}; what each rank has its own of belongs into a "
+            f"{some(found, _SHOWN)}; what each rank has its own of belongs into a "
             "pyckpt.PerRank, and the states of metrics into a pyckpt.MetricState"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import math
 import struct
@@ -25,16 +24,14 @@ from pyckpt.format.metadata import StorageInfo, storage_info
 __all__ = [
     "OPAQUE",
     "FirstWrite",
-    "Packed",
     "Place",
     "Raw",
     "add",
     "add_known",
     "expected_size",
     "first_write_of",
+    "last_place",
     "places_of",
-    "size_of_file",
-    "unpack",
     "write_result",
 ]
 
@@ -73,6 +70,11 @@ _PLACE = struct.Struct("=5Q")
 def places_of(packed: bytes) -> Iterator[Place]:
     """Unpack what ``_C.WriteJob.finish`` returns."""
     return map(Place._make, _PLACE.iter_unpack(packed))
+
+
+def last_place(packed: bytes) -> Place:
+    """Of the item that lies last in the file."""
+    return Place._make(_PLACE.unpack_from(packed, len(packed) - _PLACE.size))
 
 
 def add(job: _C.WriteJob, planner: SavePlanner, item: WriteItem, settle: Callable[[], None]) -> Raw:
@@ -151,39 +153,6 @@ def _serialize(tensor: torch.Tensor) -> memoryview:
 def write_result(item: WriteItem, name: str, raw: Raw, place: Place) -> WriteResult:
     """What DCP is told of an item in the file of that name."""
     return WriteResult(item.index, place.length, _info(name, raw, place))
-
-
-class Packed(NamedTuple):
-    """Stands for a rank's write results: what differs from those of the first save of the plan."""
-
-    name: str
-    """Of the rank's file."""
-    places: bytes
-
-
-def unpack(packed: Packed, before: Sequence[WriteResult]) -> list[WriteResult]:
-    """The write results, from those of a save before it."""
-    results = []
-    for result, place in zip(before, places_of(packed.places), strict=True):
-        info = copy.copy(result.storage_data)
-        info.relative_path = packed.name
-        for field, value in place._asdict().items():
-            if field in vars(info):
-                setattr(info, field, value)
-        results.append(WriteResult(result.index, place.length, info))
-    return results
-
-
-def size_of_file(of_rank: Sequence[WriteResult | Packed]) -> tuple[str, int] | None:
-    """The name of the file that a rank wrote, and how long it must be; None where it wrote none."""
-    if not of_rank:
-        return None
-    first = of_rank[0]
-    if isinstance(first, Packed):
-        *_, last = places_of(first.places[-_PLACE.size :])
-        return first.name, last.offset + last.length
-    ends = [result.storage_data.offset + result.storage_data.length for result in of_rank]  # type: ignore[union-attr]
-    return first.storage_data.relative_path, max(ends)
 
 
 class FirstWrite(NamedTuple):

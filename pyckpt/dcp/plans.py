@@ -1,8 +1,8 @@
 """Plans that this process remembers, and the names that stand for them between ranks.
 
 Two sides remember one plan under one name. Each rank has its own part of it, a `KnownPlan`. The
-coordinator has a `GlobalPlan`, of all ranks. What the first save of a plan came to is kept with the
-plan, so that later saves need not find it out again.
+coordinator has a `GlobalPlan`, of all ranks (global_plan.py). What the first save of a plan came to
+is kept with the plan, so that later saves need not find it out again.
 """
 
 from __future__ import annotations
@@ -12,28 +12,24 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from pyckpt import _C
-from pyckpt.dcp.items import FirstWrite
+from pyckpt.dcp.items import FirstWrite, Raw
 from pyckpt.dcp.leaves import is_memory, is_plain_type, local_tensor
-from pyckpt.format.template import Template
+from pyckpt.dcp.packed_items import PackedItems
 from pyckpt.locks import fork_safe_lock
-from pyckpt.private import CURRENT_DCP_VERSION
 
 __all__ = [
-    "GlobalPlan",
     "Known",
     "KnownPlan",
     "New",
     "Placement",
     "PlanCache",
+    "Sent",
     "StateShape",
-    "global_plan_of",
-    "global_plans",
+    "Turn",
     "known_plans",
     "new_name",
     "placement_of",
@@ -48,15 +44,29 @@ class Known(NamedTuple):
     name: str
     rank: int
     """Which of the plan's ranks the sender is."""
-    settled: bool = False
-    """From the coordinator: it also remembers what the first save of this plan wrote."""
+
+
+class Turn(NamedTuple):
+    """The coordinator's answer to `Known`: one save by a plan, and whose part of it this is."""
+
+    name: str
+    """Of the plan."""
+    rank: int
+    number: int
+    """Of the save, among those by this plan."""
+    is_packed: bool
+    """Whether the coordinator takes what the rank wrote as `PackedResults`."""
+    settled: int | None = None
+    """The number of the save by which the coordinator knows where this rank's items lie; None where
+    it does not."""
 
 
 class New(NamedTuple):
-    """Sent with a final plan: the name that the plan has from now on, and whose part this is."""
+    """The coordinator's answer to a plan: the first save by a plan that is remembered."""
 
-    name: str
-    rank: int
+    turn: Turn
+    answer: bytes
+    """Which of its items the rank writes; for `chosen`."""
 
 
 def new_name() -> str:
@@ -117,22 +127,41 @@ class StateShape(NamedTuple):
         return leaves
 
 
+class Sent(NamedTuple):
+    """What a rank told the coordinator of where it wrote a plan's items, all of it."""
+
+    number: int
+    """Of the save."""
+    places: bytes
+    """As ``_C.WriteJob.finish`` returns them."""
+    raws: list[Raw]
+    """What else is to be said of each."""
+
+
 class KnownPlan:
     """What a rank remembers of a plan.
 
     Args:
         name: of the plan.
         rank: which of the plan's ranks this one is.
+        local: what this rank has; None where that cannot be packed.
         final: what this rank writes.
         shape: of the state dicts that may be saved by this plan.
         leaves: of one such state dict.
     """
 
     def __init__(
-        self, name: str, rank: int, final: SavePlan, shape: StateShape, leaves: Sequence[Any]
+        self,
+        name: str,
+        rank: int,
+        local: PackedItems | None,
+        final: SavePlan,
+        shape: StateShape,
+        leaves: Sequence[Any],
     ) -> None:
         self.name = name
         self.rank = rank
+        self.local = local
         self.final = final
         self.shape = shape
         self.order = [shape.positions[item.index.fqn] for item in final.items]
@@ -141,6 +170,8 @@ class KnownPlan:
         """Whether the items are tensors without exception, each its own memory."""
         self.first_write: FirstWrite | None = None
         """How `DirectWriter` wrote this plan for the first time; None before it did."""
+        self.sent: Sent | None = None
+        """What the coordinator was told last of where the items lie."""
 
     def is_remembered(self) -> bool:
         """Whether a save of such a state dict would be made by this plan."""
@@ -154,50 +185,9 @@ class KnownPlan:
         return bytes(mask)
 
 
-# --- what the coordinator remembers ---------------------------------------------------------------
-
-
-class GlobalPlan:
-    """What the coordinator remembers of a plan.
-
-    Args:
-        local: what each rank said that it has.
-        final: what each rank writes.
-        metadata: as DCP made it of the plan, before anything is written.
-    """
-
-    def __init__(self, local: list[SavePlan], final: list[SavePlan], metadata: Metadata) -> None:
-        self.local = local
-        self.final = final
-        self._metadata = metadata
-        self.results: list[list[WriteResult]] | None = None
-        """What each rank wrote in the first save of this plan by a `DirectWriter`; None before."""
-        self._template: Template | None = None
-
-    def metadata(self) -> Metadata:
-        """The metadata of one save, for its writer to complete."""
-        return Metadata(self._metadata.state_dict_metadata, self._metadata.planner_data)
-
-    def is_plan_of(self, metadata: Metadata) -> bool:
-        """Whether `metadata` made it, and nobody has put another description into it since."""
-        return (
-            metadata.state_dict_metadata is self._metadata.state_dict_metadata
-            and metadata.planner_data is self._metadata.planner_data
-        )
-
-    def template(self) -> Template:
-        """For the ``.metadata`` of the saves after the first; made when the second asks for it."""
-        assert self.results is not None
-        if self._template is None:
-            metadata = self.metadata()
-            metadata.version = CURRENT_DCP_VERSION
-            self._template = Template(metadata, self.results)
-        return self._template
-
-
 # --- the memory -----------------------------------------------------------------------------------
 
-P = TypeVar("P", KnownPlan, GlobalPlan)
+P = TypeVar("P")
 
 
 class PlanCache(Generic[P]):
@@ -244,12 +234,3 @@ class PlanCache(Generic[P]):
 
 known_plans: PlanCache[KnownPlan] = PlanCache(16)
 """Of this process, for as many state dicts that take turns."""
-global_plans: PlanCache[GlobalPlan] = PlanCache(64)
-"""Of the saves that this process coordinates."""
-
-
-def global_plan_of(plans: Sequence[SavePlan]) -> GlobalPlan | None:
-    """What the coordinator remembers of the plans that it is about to send to the ranks; None where
-    no `SavePlanner` made them."""
-    name = plans[0].planner_data if plans else None
-    return global_plans.get(name.name) if isinstance(name, Known | New) else None

@@ -7,6 +7,11 @@ nothing changes but the values. So the planner keeps the plan beside the shape o
 it knows sends the name of the plan instead. The coordinator keeps what every rank said under that
 name. When all know the same plan it stands; when one does not, the coordinator plans anew with what
 the others said before, and a new name. Nothing is sent twice, and no rank is asked twice.
+
+What is sent is a block of bytes a rank (packed_items.py), of which the coordinator makes the plan
+without a Python object an item (csrc/global_plan.h). It answers which of its items each rank
+writes. Where some rank has what no block can hold, or has another planner, DCP's own code makes the
+plan, of WriteItems, and nobody remembers it.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,18 +31,21 @@ from torch.distributed.tensor import DTensor
 from pyckpt import _C
 from pyckpt.collector import collector_paused
 from pyckpt.dcp import conflicts
+from pyckpt.dcp.global_plan import GlobalPlan, global_plans
 from pyckpt.dcp.leaves import is_memory, local_tensor, plans_itself
+from pyckpt.dcp.packed_items import ImpliedItems, PackedItems, PackedPaths, chosen, pack
+from pyckpt.dcp.parts import Part
 from pyckpt.dcp.plans import (
-    GlobalPlan,
     Known,
     KnownPlan,
     New,
     StateShape,
-    global_plans,
+    Turn,
     known_plans,
     new_name,
     placement_of,
 )
+from pyckpt.dcp.report import some
 from pyckpt.dcp.whole import Whole
 from pyckpt.errors import PyckptError
 from pyckpt.format import plain
@@ -44,6 +53,8 @@ from pyckpt.private import find_tensor_shard, overrides
 from pyckpt.timeline import named
 
 __all__ = ["SavePlanner"]
+
+_ERRORS_SHOWN = 3
 
 
 def _is_known(leaf: Any) -> bool:
@@ -77,13 +88,15 @@ class SavePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__()
         self.known: KnownPlan | None = None
-        """The plan that the present save is made by; None where a later save cannot use it."""
+        """The plan that the present save is made by; None where nothing is known of it."""
         self.leaves: list[Any] = []
-        self.settled = False
-        """Whether the coordinator remembers what the first save of the plan wrote."""
+        self.turn: Turn | None = None
+        """Which save by the plan this is; None where the coordinator does not remember it."""
+        self._local: PackedItems | None = None
+        """What this rank has, as it said it to the coordinator; None where that was no block."""
         self._shape: StateShape | None = None
         """Of the state dict that is saved; None where it has to be planned at each save."""
-        self._wrote: list[set[MetadataIndex] | None] = []
+        self._wrote: Sequence[set[MetadataIndex] | None] = ()
 
     def set_up_planner(
         self,
@@ -131,13 +144,28 @@ class SavePlanner(DefaultSavePlanner):
         )
 
     def create_local_plan(self) -> SavePlan:
+        self._local = None
         known = self.known
         if known is not None:
             # `finish_plan` remembers it again, once the coordinator has shown that it knows it.
             known_plans.forget(known.name)
-            return SavePlan([], planner_data=Known(known.name, known.rank))
+            items: Any = ImpliedItems(lambda: known.final.items)
+            return SavePlan(items, planner_data=Known(known.name, known.rank))
         with named("plan"):
-            return super().create_local_plan()
+            plan = super().create_local_plan()
+            if type(self) is SavePlanner:
+                plan = self.plan = self._packed(plan)
+            return plan
+
+    def _packed(self, plan: SavePlan) -> SavePlan:
+        """The plan as a block; as it is where no block can hold it."""
+        mappings = plan.planner_data
+        block = pack(plan.items, mappings) if isinstance(mappings, dict) else None
+        if block is None:
+            return plan
+        self._local = PackedItems(block, plan.items)
+        items: Any = self._local
+        return dataclasses.replace(plan, items=items, planner_data=PackedPaths(block, mappings))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         known = [
@@ -152,46 +180,83 @@ class SavePlanner(DefaultSavePlanner):
                     "have: saves of other process groups, or too many different state dicts, came "
                     "between; the next save plans anew"
                 )
+        # Only DirectWriter tells the coordinator of its part, and takes what is packed.
+        for_us = all(isinstance(plan.storage_data, Part) for plan in all_plans)
         first, plan = known[0], before[0]
         if (
             first is not None
             and plan is not None
-            and len(known) == len(plan.local)
+            and len(known) == len(plan.blocks)
             and known == [Known(first.name, rank) for rank in range(len(known))]
         ):
             global_plans.keep(first.name, plan)
-            answer = first._replace(settled=plan.results is not None)
-            answers = [dataclasses.replace(p, planner_data=answer) for p in all_plans]
-            return answers, plan.metadata()
+            turns = plan.turns(first.name, is_packed=for_us)
+            return _answers(all_plans, plan, turns), plan.metadata(for_us=for_us)
         with named("plan of all ranks"), collector_paused():
-            return self._plan_anew(all_plans, known, before)
+            return self._plan_anew(all_plans, known, before, for_us=for_us)
 
     def _plan_anew(
         self,
         all_plans: list[SavePlan],
         known: Sequence[Known | None],
         before: Sequence[GlobalPlan | None],
+        *,
+        for_us: bool,
     ) -> tuple[list[SavePlan], Metadata]:
-        local = list(all_plans)
-        self._wrote = [None] * len(local)
-        for rank, (of_rank, plan) in enumerate(zip(known, before, strict=True)):
-            if of_rank is not None and plan is not None:
+        blocks: list[bytes | None] = []
+        wrote: list[bytes | None] = []
+        for plan, of_rank, earlier in zip(all_plans, known, before, strict=True):
+            if of_rank is not None and earlier is not None:
                 # In another process group it may have had another number.
+                blocks.append(earlier.blocks[of_rank.rank])
+                wrote.append(earlier.native.wrote(of_rank.rank))
+            else:
+                blocks.append(_block_of(plan))
+                wrote.append(None)
+        whole = [block for block in blocks if block is not None]
+        if type(self) is not SavePlanner or len(whole) < len(blocks):
+            return self._plan_in_python(all_plans, blocks, wrote)
+        try:
+            native = _C.GlobalPlan(whole, wrote)
+        except ValueError as error:
+            raise PyckptError(str(error)) from None
+        conflicts.refuse(native.conflicts)
+        if native.errors:
+            # As DCP says it.
+            raise ValueError(
+                f"Failed to validate global plan: {some(native.errors, _ERRORS_SHOWN)}"
+            )
+        name = new_name()
+        made = GlobalPlan(whole, native)
+        global_plans.keep(name, made)
+        answers = [
+            New(turn, native.answer(turn.rank)) for turn in made.turns(name, is_packed=for_us)
+        ]
+        return _answers(all_plans, made, answers), made.metadata(for_us=for_us)
+
+    def _plan_in_python(
+        self,
+        all_plans: list[SavePlan],
+        blocks: Sequence[bytes | None],
+        wrote: Sequence[bytes | None],
+    ) -> tuple[list[SavePlan], Metadata]:
+        local = []
+        for plan, block in zip(all_plans, blocks, strict=True):
+            if block is not None:
                 # What its writer says is of this save, and not in what is remembered.
-                local[rank] = dataclasses.replace(
-                    plan.local[of_rank.rank], storage_data=local[rank].storage_data
-                )
-                self._wrote[rank] = {item.index for item in plan.final[of_rank.rank].items}
+                items: Any = list(PackedItems(block))
+                plan = dataclasses.replace(plan, items=items, planner_data=dict(PackedPaths(block)))
+            local.append(plan)
+        self._wrote = [
+            None
+            if mask is None
+            else {item.index for item, is_own in zip(plan.items, mask, strict=True) if is_own}
+            for plan, mask in zip(local, wrote, strict=True)
+        ]
         conflicts.check(local)
         final, metadata = self._create_global_plan(local)
-        name = new_name()
-        made = GlobalPlan(local, final, metadata)
-        global_plans.keep(name, made)
-        sent = [
-            dataclasses.replace(plan, planner_data=New(name, rank))
-            for rank, plan in enumerate(final)
-        ]
-        return sent, made.metadata()
+        # Nobody needs the paths on the way back.
+        return [dataclasses.replace(plan, planner_data=None) for plan in final], metadata
 
     @overrides(DefaultSavePlanner, so_that="replicas keep writing what they staged")
     def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
@@ -223,18 +288,29 @@ class SavePlanner(DefaultSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         known, answer = self.known, new_plan.planner_data
-        self.settled = False
-        if isinstance(answer, Known) and known is not None:
-            self.settled = answer.settled
+        self.turn = None
+        if isinstance(answer, Turn) and known is not None:
+            self.turn = answer
             known_plans.keep(known.name, known)
             self.plan = dataclasses.replace(known.final, storage_data=new_plan.storage_data)
             return self.plan
         # Where this rank sent a name and has a plan back, another rank's state has changed.
+        local, self._local = self._local if known is None else known.local, None
         shape = self._shape if known is None else known.shape
         self.known = None
-        if shape is not None and isinstance(answer, New):
-            self.known = KnownPlan(answer.name, answer.rank, new_plan, shape, self.leaves)
-            known_plans.keep(answer.name, self.known)
+        # A writer may have put other items in.
+        if isinstance(answer, New) and isinstance(new_plan.items, ImpliedItems):
+            assert local is not None  # or else the coordinator would have sent items
+            self.turn = answer.turn
+            new_plan = dataclasses.replace(new_plan, items=chosen(local, answer.answer))
+            if shape is not None:
+                name, rank = answer.turn.name, answer.turn.rank
+                local = PackedItems(local.block)  # without the objects
+                self.known = KnownPlan(name, rank, local, new_plan, shape, self.leaves)
+                known_plans.keep(name, self.known)
+        elif known is not None:
+            # For this save alone: it is how items are looked up that `match` has found.
+            self.known = KnownPlan("", 0, None, new_plan, known.shape, self.leaves)
         self.plan = new_plan
         return self.plan
 
@@ -276,3 +352,23 @@ def _memory_of(leaf: Any) -> torch.Tensor | None:
     if isinstance(leaf, DTensor):
         return local_tensor(leaf)
     return leaf if isinstance(leaf, torch.Tensor) else None
+
+
+def _block_of(plan: SavePlan) -> bytes | None:
+    """What a rank has, if it said so in a block."""
+    items: Any = plan.items
+    paths = plan.planner_data
+    if not isinstance(items, PackedItems) or not isinstance(paths, PackedPaths):
+        return None
+    return items.block if items.block == paths.block else None
+
+
+def _answers(
+    plans: Sequence[SavePlan], made: GlobalPlan, answers: Sequence[Turn | New]
+) -> list[SavePlan]:
+    """What each rank is sent: not the items that it writes, which are made if somebody looks."""
+    sent = []
+    for rank, (plan, answer) in enumerate(zip(plans, answers, strict=True)):
+        items: Any = ImpliedItems(partial(made.items_of, rank))
+        sent.append(dataclasses.replace(plan, items=items, planner_data=answer))
+    return sent

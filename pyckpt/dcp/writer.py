@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import logging
 import os
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
@@ -24,9 +25,9 @@ from pyckpt import _C
 from pyckpt.collector import collector_paused
 from pyckpt.dcp.commit import DataFile, Destination, describe
 from pyckpt.dcp.committed import refer_to_file
+from pyckpt.dcp.global_plan import GlobalPlan, global_plan_of
 from pyckpt.dcp.known_planners import planner_is_known
 from pyckpt.dcp.parts import Part, Skipped, host_name, refuse_mismatch
-from pyckpt.dcp.plans import GlobalPlan, global_plan_of
 from pyckpt.dcp.shared import StagedStateDict
 from pyckpt.dcp.stager import PinnedStager, default_stager
 from pyckpt.dcp.staging import Staging
@@ -326,7 +327,8 @@ class DirectWriter(StorageWriter):
             else:
                 # A rank that has nothing to write makes no file.
                 with named("write"):
-                    future.set_result(self._write(plan, planner))
+                    results: Any = self._write(plan, planner)
+                    future.set_result(results)
         except BaseException as error:
             if abandoned():
                 _logger.error("%s: this save was lost: the program ended before it", self.path)
@@ -354,10 +356,13 @@ class DirectWriter(StorageWriter):
         if self._skips:
             return
         destination, own = self._destination, self._data_file
+        plan, self._plan = self._plan, None
+        if plan is not None and not plan.is_plan_of(metadata):
+            plan = None  # the planner has put something else in
         try:
             with collector_paused():
                 data, files = describe(
-                    metadata, results, self._plan, path=self.path, save_id=self._save_id
+                    metadata, results, plan, path=self.path, save_id=self._save_id
                 )
             destination.commit(
                 data,
@@ -368,8 +373,7 @@ class DirectWriter(StorageWriter):
         finally:
             if own is not None:
                 own.let_go()
-        plan, self._plan = self._plan, None
-        if plan is not None and plan.is_plan_of(metadata):
+        if plan is not None:
             refer_to_file(metadata, self.path / destination.metadata_name)
 
     @property
@@ -408,7 +412,7 @@ class DirectWriter(StorageWriter):
         commits."""
         return {commit.data_file_name(rank, part.save_id) for rank, part in self._parts.items()}
 
-    def _write(self, plan: SavePlan, planner: StockSavePlanner) -> list[WriteResult]:
+    def _write(self, plan: SavePlan, planner: StockSavePlanner) -> Sequence[WriteResult]:
         if not plan.items:
             self._check_copies()  # this rank writes none of them, but fails if they have failed
             return []

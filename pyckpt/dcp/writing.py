@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -14,17 +14,19 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from pyckpt import _C
 from pyckpt.collector import collector_paused
+from pyckpt.dcp.global_plan import PackedResults
 from pyckpt.dcp.items import (
-    Packed,
     Raw,
     add,
     add_known,
     expected_size,
     first_write_of,
+    last_place,
     places_of,
     write_result,
 )
 from pyckpt.dcp.known_planners import KNOWN_PLANNERS
+from pyckpt.dcp.plans import Sent, Turn
 from pyckpt.dcp.save_planner import SavePlanner
 from pyckpt.dcp.staging import Staging
 from pyckpt.statistics import WriteStatistics
@@ -105,7 +107,7 @@ class PlannedItems:
             self._settle()
         self._raws = [add(job, self._planner, item, self._settle) for item in items]
 
-    def results(self, name: str, places: bytes, *, learn: bool) -> list[WriteResult]:
+    def results(self, name: str, places: bytes, *, learn: bool) -> Sequence[WriteResult]:
         """What DCP is told of the items; and remember, of a plan's first save, how it was written.
 
         Args:
@@ -113,25 +115,70 @@ class PlannedItems:
             places: where the items lie in it, as the job packs them.
             learn: whether later saves may stage what this rank writes, and nothing else.
         """
-        ours, known, first = self._ours, self._known, self._first
-        if ours is not None and first is not None and ours.settled and self._raws == first.raws:
-            # To DirectWriter.finish, which knows what to make of it.
-            return [Packed(name, places)]  # type: ignore[list-item]
-        with collector_paused():
-            if ours is not None and known is not None and first is None:
-                known.first_write = first_write_of(self._plan, self._raws, ours.tensors())
+        ours, known, raws = self._ours, self._known, self._raws
+        items = self._plan.items
+        if ours is not None and known is not None and self._first is None:
+            with collector_paused():
+                known.first_write = first_write_of(self._plan, raws, ours.tensors())
                 if learn and self._staging is not None:
                     self._staging.learn(known)
-            return [
-                write_result(item, name, raw, place)
-                for item, raw, place in zip(
-                    self._plan.items, self._raws, places_of(places), strict=True
-                )
-            ]
+
+        def made() -> list[WriteResult]:
+            with collector_paused():
+                return [
+                    write_result(item, name, raw, place)
+                    for item, raw, place in zip(items, raws, places_of(places), strict=True)
+                ]
+
+        turn = None if ours is None else ours.turn
+        if turn is None or not turn.is_packed:
+            return made()
+        # To DirectWriter.finish, which knows what to make of it.
+        before = None if known is None else known.sent
+        packed, sent = _pack_results(turn, name, places, raws, before, made)
+        if known is not None:
+            known.sent = sent
+        return packed
 
     def _settle(self) -> None:
         if self._staging is not None:
             self._staging.settle()
+
+
+def _pack_results(
+    turn: Turn,
+    file: str,
+    places: bytes,
+    raws: list[Raw],
+    before: Sent | None,
+    make: Callable[[], Sequence[WriteResult]],
+) -> tuple[PackedResults, Sent]:
+    """Pack what a rank wrote; and what to remember of it for the next save.
+
+    Args:
+        turn: which save of which plan.
+        file: the name of the rank's file.
+        places: of the items, as the job packs them.
+        raws: what else is to be said of each.
+        before: what the coordinator has been told last.
+        make: the results as DCP's objects, if somebody asks.
+    """
+    last = last_place(places)
+    size = last.offset + last.length
+    if before is not None and turn.settled == before.number and raws == before.raws:
+        data = _C.pack_checksums(before.places, places)
+        if data is not None:
+            return PackedResults(turn, file, size, data, before.number, make), before
+    data = _C.pack_places(
+        places,
+        bytes(raw.as_planned for raw in raws),
+        [
+            (i, raw.stride)
+            for i, raw in enumerate(raws)
+            if raw.as_planned and raw.stride is not None
+        ],
+    )
+    return PackedResults(turn, file, size, data, None, make), Sent(turn.number, places, raws)
 
 
 def tell_fallback(directory: Path, reason: str | None) -> None:

@@ -29,6 +29,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import pyckpt
 from pyckpt.dcp import plans
+from pyckpt.dcp.global_plan import global_plans
 from pyckpt.errors import LoadError
 
 WHOLE = torch.Size((8, 2))
@@ -37,7 +38,7 @@ WHOLE = torch.Size((8, 2))
 @pytest.fixture(autouse=True)
 def _no_plans() -> None:
     plans.known_plans.clear()
-    plans.global_plans.clear()
+    global_plans.clear()
 
 
 def save(path: Path, state: dict[str, Any]) -> None:

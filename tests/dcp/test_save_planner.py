@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import pyckpt
 from pyckpt.dcp import plans
+from pyckpt.dcp.global_plan import global_plans
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def small_engine() -> Any:
 @pytest.fixture(autouse=True)
 def _no_plans() -> Iterator[None]:
     plans.known_plans.clear()
-    plans.global_plans.clear()
+    global_plans.clear()
     yield
     assert len(plans.known_plans) <= plans.known_plans.most
 
@@ -252,10 +253,10 @@ def test_plans_least_recently_used_are_forgotten(
     assert len(plans_made) == 2 * count
     save(states[-1], path, pyckpt.SavePlanner(), small_engine)
     assert len(plans_made) == 2 * count
-    for _ in range(plans.global_plans.most):
+    for _ in range(global_plans.most):
         states[0]["t"] = torch.rand(states[0]["t"].numel() + 1)
         save(states[0], path, pyckpt.SavePlanner(), small_engine, sync=True)
-    assert len(plans.global_plans) == plans.global_plans.most
+    assert len(global_plans) == global_plans.most
 
 
 def test_other_writers(tmp_path: Path, small_engine: pyckpt.Engine, plans_made: list[int]) -> None:

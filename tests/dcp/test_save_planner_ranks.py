@@ -309,14 +309,14 @@ def test_groups_take_turns(tmp_path: Path) -> None:
 
 def forgotten_by_coordinator(path: Path) -> None:
     """One save fails, and the next plans anew."""
-    from pyckpt.dcp import plans
+    from pyckpt.dcp.global_plan import global_plans
 
     state = {"t": torch.rand(3), "own": {f"{dist.get_rank()}": torch.rand(2)}}
     with engine() as own:
         outcomes: list[bool | None] = []  # whether it failed for that reason
         for turn in range(4):
             if turn == 1 and dist.get_rank() == 0:
-                plans.global_plans.clear()
+                global_plans.clear()
             writer = writer_to(path / str(turn), engine=own)
             try:
                 dcp.save(state, storage_writer=writer, planner=pyckpt.SavePlanner())
@@ -355,10 +355,11 @@ def bytes_sent(path: Path) -> list[list[int]]:
 
 def test_collectives_carry_little(tmp_path: Path) -> None:
     for sent in run_ranks(2, bytes_sent, tmp_path):
-        assert sum(sent[0]) > 100_000
-        # But for where 500 items lie, and their checksums, as five words each.
+        # A block of 1,000 items, and where 500 of them lie; where stock sends 100,000 and more.
+        assert 10_000 < sum(sent[0]) < 50_000
+        # Only the checksums of 500 items; what the coordinator gathers counts as well.
         assert sum(sent[2]) == pytest.approx(sum(sent[3]), rel=0.1)
-        assert sum(sent[3]) < 100_000
+        assert 2_000 < sum(sent[3]) < 8_000
 
 
 def stock_writer(path: Path) -> None:
