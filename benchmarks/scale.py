@@ -59,7 +59,7 @@ def _sizes(options: Options, sizes: Iterable[Size]) -> list[Size]:
     """The sizes to be measured: where it is enough to see that it runs, small ones."""
     if not options.quick:
         return list(sizes)
-    return sorted({Size(max(2, size.ranks // 16), size.keys // 100 + 2) for size in sizes})
+    return sorted({Size(max(2, size.ranks // 64), size.keys // 100 + 2) for size in sizes})
 
 
 def measure(
@@ -148,7 +148,8 @@ def measure_compared(report: Report, options: Options) -> None:
 
 
 def measure_growth(report: Report, options: Options) -> None:
-    for size in _sizes(options, GROWING):
+    sizes = _sizes(options, GROWING)
+    for size in sizes[:2] if options.quick else sizes:
         measure(report, options, size)
 
 
