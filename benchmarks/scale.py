@@ -21,8 +21,8 @@ growth    pyckpt alone at more ranks of 1,000 keys, and 256 ranks of more keys.
 large     1,024 ranks of 3,000 keys.
 steady    4,096 ranks of 1,000 keys, for its second save.
 
-Results go to benchmarks/results/scale.json; docs/scale.svg is drawn of them, where there is
-matplotlib. The exit code is 1 if bytes were wrong, else 0.
+Results go to benchmarks/results/scale.json; ``python benchmarks/_scale_plot.py`` puts them into
+docs/scale.md, and draws docs/scale.svg. The exit code is 1 if bytes were wrong, else 0.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ import sys
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from _common import MIB, ROOT, Options, Report, Sample, in_children, remove, run
-from _scale_plot import draw
+from _common import MIB, Options, Report, Sample, in_children, remove, run
 from _scale_ranks import OURS, STOCK, STOCK_ON_OURS, load, save
 
 _TIMEOUT_S = 3600.0
@@ -226,7 +225,4 @@ SECTIONS = {
 }
 
 if __name__ == "__main__":
-    code = run("scale", SECTIONS, __doc__ or "")
-    if code == 0 and not {"--quick", "--only", "--output"} & {a.split("=")[0] for a in sys.argv}:
-        draw(ROOT / "benchmarks" / "results" / "scale.json", ROOT / "docs" / "scale.svg")
-    sys.exit(code)
+    sys.exit(run("scale", SECTIONS, __doc__ or ""))
