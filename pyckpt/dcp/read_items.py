@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from pyckpt import _C
 from pyckpt.errors import CorruptCheckpoint, PyckptError
+from pyckpt.format.columns import chunks_of
 from pyckpt.private import create_read_items_for_chunk_list
 
-__all__ = ["StayingItems", "chunks_of", "read_object", "read_tensor", "whole"]
+__all__ = ["StayingItems", "read_object", "read_tensor", "whole"]
 
 _NOWHERE = torch.Size((0,))
 # Fewer chunks than these are gone through in the time that a table of them takes to make.
@@ -63,12 +64,6 @@ class StayingItems(Sequence[ReadItem]):
 
     def __reduce__(self) -> tuple[type[StayingItems], tuple[int]]:
         return StayingItems, (self._count,)
-
-
-def chunks_of(saved: TensorStorageMetadata) -> tuple[_C.Columns, int] | None:
-    """The columns that have a tensor's chunks, and its key there; None where it has a list."""
-    source: Any = vars(saved).get("_source")
-    return source  # type: ignore[no-any-return]
 
 
 def whole(tensor: torch.Tensor) -> ChunkStorageMetadata:

@@ -18,13 +18,13 @@ from pyckpt.dcp import objects
 from pyckpt.dcp.checking import Verification, damaged
 from pyckpt.dcp.filling import TEMPORARY_BYTES, FileReads, row_major
 from pyckpt.dcp.leaves import is_plain_type
-from pyckpt.dcp.read_items import chunks_of
 from pyckpt.dcp.renaming import as_saved
 from pyckpt.dcp.whole import is_special
 from pyckpt.engine import Engine
 from pyckpt.errors import CheckpointReplaced, CorruptCheckpoint, PyckptError
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
+from pyckpt.format.columns import chunks_of
 from pyckpt.format.files import check_regular
 from pyckpt.format.item import HEAD_BYTES, TAIL_BYTES, Locator, Payload, is_dense
 from pyckpt.format.metadata import StorageInfo

@@ -10,9 +10,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from pyckpt.dcp.template import Path
 from pyckpt.errors import LoadError
+from pyckpt.format.columns import PlacesMapping
 from pyckpt.private import StorageInfo
 
-__all__ = ["Rename", "as_saved", "moved", "renamed"]
+__all__ = ["Rename", "as_saved", "moved", "renamed", "stored_keys"]
 
 Rename = Callable[[str], str]
 """Takes a key of the checkpoint, returns the key that it has in the state."""
@@ -56,6 +57,16 @@ def as_saved(metadata: Metadata) -> Metadata:
     return as_saved(storage.metadata) if isinstance(storage, _RenamedPlaces) else metadata
 
 
+def stored_keys(metadata: Metadata) -> set[str]:
+    """The keys of all that the checkpoint has, also where this rank is shown some of it alone."""
+    places: Any = metadata.storage_data or {}
+    if isinstance(places, _RenamedPlaces):
+        return set(map(places.new_key, stored_keys(places.metadata)))
+    if isinstance(places, PlacesMapping):
+        return {places.columns.name(key) for key in range(len(places.columns))}
+    return {index.fqn for index in places}
+
+
 class _RenamedPlaces(Mapping[MetadataIndex, StorageInfo]):
     """Where items are, by their new keys. There may be millions, so that each is renamed when it is
     asked for.
@@ -70,6 +81,10 @@ class _RenamedPlaces(Mapping[MetadataIndex, StorageInfo]):
         self._new = keys
         self._old = {new: key for key, new in keys.items()}
 
+    def new_key(self, key: str) -> str:
+        """The key that an old one has become."""
+        return self._new.get(key, key)
+
     def __getitem__(self, index: MetadataIndex) -> StorageInfo:
         key = index.fqn
         if key in self._new and key not in self._old:
@@ -80,7 +95,7 @@ class _RenamedPlaces(Mapping[MetadataIndex, StorageInfo]):
 
     def __iter__(self) -> Iterator[MetadataIndex]:
         storage: Any = self.metadata.storage_data
-        return (_with_key(index, self._new.get(index.fqn, index.fqn)) for index in storage)
+        return (_with_key(index, self.new_key(index.fqn)) for index in storage)
 
     def __len__(self) -> int:
         storage: Any = self.metadata.storage_data
