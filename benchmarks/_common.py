@@ -58,6 +58,8 @@ class Options:
     """Bytes of the large state."""
     sections: frozenset[str]
     output: Path | None
+    quick: bool
+    """Whether it is enough to see that it runs."""
 
 
 @contextmanager
@@ -102,6 +104,7 @@ def options(name: str, description: str, sections: Sequence[str]) -> Iterator[Op
             size=(arguments.size_mib or (256 if arguments.quick else 2048)) * MIB,
             sections=frozenset(arguments.only or sections),
             output=output,
+            quick=arguments.quick,
         )
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -638,7 +641,9 @@ _CONTEXT.set_forkserver_preload(["pyckpt", "torch.distributed.tensor", "torch._d
 _TIMEOUT_S = 600.0
 
 
-def in_children(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def in_children(
+    count: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = _TIMEOUT_S
+) -> list[Any]:
     """Call ``function(rank, *arguments)`` in ``count`` new processes; return what they return."""
     children = []
     for rank in range(count):
@@ -652,8 +657,8 @@ def in_children(count: int, function: Callable[..., Any], *arguments: Any) -> li
     try:
         results = []
         for ours, process in children:
-            if not ours.poll(_TIMEOUT_S):
-                raise TimeoutError(f"a child took more than {_TIMEOUT_S:.0f} s")
+            if not ours.poll(timeout_s):
+                raise TimeoutError(f"a child took more than {timeout_s:.0f} s")
             failed, value = ours.recv()
             if failed:
                 raise failed(value)
@@ -693,13 +698,19 @@ def peak_growth(action: Callable[[], Any]) -> Sample:
     """By how much the resident memory of this process grows at most during ``action``. For a
     process of its own, whose memory nothing else grows."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5\n")  # the peak is now what is resident now
-    before = _status_bytes("VmRSS")
+    forget_peak()
+    before = status_bytes("VmRSS")
     action()
-    return {"growth_bytes": _status_bytes("VmHWM") - before, "before_bytes": before}
+    return {"growth_bytes": status_bytes("VmHWM") - before, "before_bytes": before}
 
 
-def _status_bytes(name: str) -> int:
+def forget_peak() -> None:
+    """The peak of this process's resident memory is now what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5\n")
+
+
+def status_bytes(name: str) -> int:
+    """A figure of this process in ``/proc/self/status``: "VmRSS", say."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024

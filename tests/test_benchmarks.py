@@ -22,6 +22,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
         ("load", ["large", "verify"]),
         ("stall", ["large", "overlap"]),
         ("checkpointer", []),  # all
+        ("scale", []),
     ],
 )
 def test_it_runs_to_its_end(tmp_path: Path, name: str, sections: list[str]) -> None:

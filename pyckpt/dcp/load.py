@@ -172,6 +172,7 @@ def load(
             device=device,
             create=create,
         )
+        planner._items_stay = _leaves_items(reader)
         states = {
             key: value.state_dict() if _is_stateful(value) else value
             for key, value in sorted(state_dict.items(), key=lambda entry: str(entry[0]))
@@ -240,6 +241,11 @@ def _renamed(state_dict: dict[str, Any], rename: Rename | None, metadata: Metada
 def _unpickles(reader: StorageReader) -> bool:
     """Whether a reader reads metadata as stock does; one made from it may have its own way."""
     return getattr(type(reader), "read_metadata", None) is FileSystemReader.read_metadata
+
+
+def _leaves_items(reader: StorageReader) -> bool:
+    """Whether a reader, on the rank that coordinates, looks at no items of the others' plans."""
+    return bool(getattr(reader, "_leaves_items", type(reader) is FileSystemReader))
 
 
 def _is_stateful(value: Any) -> bool:

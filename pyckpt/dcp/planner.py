@@ -8,7 +8,6 @@ has arrived (`commit_tensor`), so that a load that fails leaves no uninitialised
 
 from __future__ import annotations
 
-import functools
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,10 +16,10 @@ from typing import Any, Literal
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
@@ -28,22 +27,18 @@ from torch.distributed.tensor import DTensor
 
 from pyckpt.dcp import objects
 from pyckpt.dcp.leaves import is_checkpointable, is_sharded_tensor, whole_size, with_attributes
+from pyckpt.dcp.read_items import StayingItems, read_object, read_tensor, whole
 from pyckpt.dcp.report import Conversion, LoadReport, Replacement, some
 from pyckpt.dcp.template import Growth, Slot, Template, is_empty, place
 from pyckpt.dcp.whole import KEYS
-from pyckpt.errors import CorruptCheckpoint, LoadError
+from pyckpt.errors import LoadError
 from pyckpt.format.paths import path_of, paths
 from pyckpt.locks import fork_safe_lock
-from pyckpt.private import (
-    create_chunk_list,
-    create_read_items_for_chunk_list,
-    narrow_tensor_by_index,
-)
+from pyckpt.private import create_chunk_list, narrow_tensor_by_index
 
 __all__ = ["LoadPlanner"]
 
 _KEYS_SHOWN = 50
-_NOWHERE = torch.Size((0,))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 Create = Callable[[str, TensorStorageMetadata], torch.Tensor | None]
 
@@ -109,6 +104,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self._lock = fork_safe_lock()
         self._report = LoadReport()
         self._items: list[ReadItem] = []
+        self._items_stay = False  # for `pyckpt.load`, which knows whether the reader looks at them
 
     @property
     def report(self) -> LoadReport:
@@ -118,7 +114,7 @@ class LoadPlanner(DefaultLoadPlanner):
         nbytes = 0
         for item in self._items:
             if item.type is LoadItemType.TENSOR:
-                saved = self.metadata.state_dict_metadata[item.storage_index.fqn]
+                saved = self._saved[item.storage_index.fqn]
                 assert isinstance(saved, TensorStorageMetadata)
                 nbytes += item.lengths.numel() * saved.properties.dtype.itemsize
         return replace(self._report, bytes=nbytes)
@@ -149,6 +145,8 @@ class LoadPlanner(DefaultLoadPlanner):
         # Created tensors that are not in the state yet, with the reads they wait for.
         self._pending: dict[str, int] = {}
         self._chunks: dict[Any, list[ChunkStorageMetadata]] = {}
+        # What the checkpoint has of this rank's keys.
+        self._saved: dict[str, STORAGE_TYPES] = {}
 
     def create_local_plan(self) -> LoadPlan:
         """Compare state and checkpoint, and list the reads.
@@ -158,11 +156,16 @@ class LoadPlanner(DefaultLoadPlanner):
             CorruptCheckpoint: the metadata contradicts itself, or lacks a part of a tensor.
         """
         assert self.metadata is not None
-        saved = self.metadata.state_dict_metadata
+        all_saved = self.metadata.state_dict_metadata
         values = self.state_dict
         report = self._report = LoadReport()
-        missing = [name for name in values if name not in saved]
-        extra = [] if len(saved) + len(missing) == len(values) else self._sort_extra(report)
+        # Looked up once: what is not a dict may make what it gives.
+        found = {name: all_saved.get(name) for name in values}
+        missing = [name for name, item in found.items() if item is None]
+        extra = [] if len(all_saved) + len(missing) == len(values) else self._sort_extra(report)
+        saved = {name: item for name, item in found.items() if item is not None}
+        saved |= {name: all_saved[name] for name in extra}
+        self._saved = saved
         if missing or extra:
             self._settle(missing, extra, report)
 
@@ -236,8 +239,7 @@ class LoadPlanner(DefaultLoadPlanner):
     ) -> None:
         """Sort the keys that both have into those that can be read in place and those that
         cannot."""
-        assert self.metadata is not None
-        saved = self.metadata.state_dict_metadata
+        saved = self._saved
         mismatched: dict[str, str] = {}
         loaded, filled = report.loaded, report.filled
         for name, value in self.state_dict.items():
@@ -275,8 +277,7 @@ class LoadPlanner(DefaultLoadPlanner):
             )
 
     def _new_tensor(self, name: str, device: torch.device) -> torch.Tensor:
-        assert self.metadata is not None
-        item = self.metadata.state_dict_metadata[name]
+        item = self._saved[name]
         assert isinstance(item, TensorStorageMetadata)
         current = self.state_dict.get(name)
         if (
@@ -300,56 +301,33 @@ class LoadPlanner(DefaultLoadPlanner):
         self, present: list[str], created: list[str], extra: list[str], report: LoadReport
     ) -> LoadPlan:
         """List the reads for the keys that are in place, the created tensors and new objects."""
-        assert self.metadata is not None
-        saved = self.metadata.state_dict_metadata
+        saved = self._saved
         items: list[ReadItem] = []
         for name in present:
             item = saved[name]
             if isinstance(item, BytesStorageMetadata):
-                items.append(_read_object(name))
+                items.append(read_object(name))
             else:
-                items += self._read_tensor(name, item, self.state_dict[name])
+                items += read_tensor(name, item, self._wanted(self.state_dict[name]))
         for name in extra:
             if isinstance(saved[name], BytesStorageMetadata):
-                items.append(_read_object(name))
+                items.append(read_object(name))
         for name in created:
             item = saved[name]
             assert isinstance(item, TensorStorageMetadata)
             tensor = self.state_dict[name]
             if tensor.dtype != item.properties.dtype:
                 report.converted.append(Conversion(name, item.properties.dtype, tensor.dtype))
-            reads = self._read_tensor(name, item, tensor)
+            reads = read_tensor(name, item, self._wanted(tensor))
             self._pending[name] = len(reads)
             items += reads
-        return LoadPlan(items)
+        self._items = items
+        return LoadPlan(StayingItems(items) if self._items_stay else items)  # type: ignore[arg-type]
 
-    def _read_tensor(
-        self, name: str, item: TensorStorageMetadata, tensor: torch.Tensor
-    ) -> list[ReadItem]:
-        chunks = item.chunks
-        if len(chunks) == 1 and chunks[0].sizes == item.size and _is_whole(tensor):
-            return _read_chunk(name, chunks[0], 0)
-        local = self._local_chunks(tensor)
-        if len(local) == 1:
-            # Saved in the same pieces as it is loaded: nothing to intersect.
-            wanted = local[0]
-            for position, chunk in enumerate(chunks):
-                if chunk.sizes == wanted.sizes and chunk.offsets == wanted.offsets:
-                    return _read_chunk(name, chunk, position)
-        reads = create_read_items_for_chunk_list(name, item, local)
-        needed = sum(chunk.sizes.numel() for chunk in local)
-        covered = sum(read.lengths.numel() for read in reads)
-        if covered < needed:
-            raise CorruptCheckpoint(
-                f"{name}: the checkpoint has {covered} of the {needed} elements that this rank "
-                "needs",
-                key=name,
-                expected=needed,
-                found=covered,
-            )
-        return reads
-
-    def _local_chunks(self, tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
+    def _wanted(self, tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
+        """The chunks of a tensor that this rank has."""
+        if _is_whole(tensor):
+            return [whole(tensor)]
         if not isinstance(tensor, DTensor):
             return list(create_chunk_list(tensor))
         if tensor.device_mesh.get_coordinate() is None:
@@ -370,6 +348,8 @@ class LoadPlanner(DefaultLoadPlanner):
             self._growth.apply()
         for name in [name for name, reads in self._pending.items() if reads == 0]:
             self._put(name, self.state_dict[name])
+        if isinstance(new_plan.items, StayingItems):
+            new_plan = replace(new_plan, items=self._items)
         self._items = new_plan.items
         return new_plan
 
@@ -456,34 +436,3 @@ def _materialized(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
-
-
-@functools.cache
-def _start(dims: int) -> torch.Size:
-    return torch.Size((0,) * dims)
-
-
-def _read_chunk(name: str, chunk: ChunkStorageMetadata, position: int) -> list[ReadItem]:
-    """Read one saved chunk whole into a tensor that has the same extent."""
-    if 0 in chunk.sizes:
-        return []
-    # What MetadataIndex(...) and ReadItem(...) make, in a third of the time: being frozen, they
-    # set each field by a call, and this runs once a tensor.
-    index = object.__new__(MetadataIndex)
-    vars(index).update(fqn=name, offset=chunk.offsets, index=position)
-    start = _start(len(chunk.sizes))
-    item = object.__new__(ReadItem)
-    vars(item).update(
-        type=LoadItemType.TENSOR,
-        dest_index=index,
-        dest_offsets=start,
-        storage_index=index,
-        storage_offsets=start,
-        lengths=chunk.sizes,
-    )
-    return [item]
-
-
-def _read_object(name: str) -> ReadItem:
-    index = MetadataIndex(name)
-    return ReadItem(LoadItemType.BYTE_IO, index, _NOWHERE, index, _NOWHERE, _NOWHERE)

@@ -105,6 +105,11 @@ class DirectReader(StorageReader):
         """Whether this is a directory that can be read."""
         return "://" not in os.fspath(checkpoint_id) and Path(checkpoint_id).is_dir()
 
+    @property
+    def _leaves_items(self) -> bool:
+        # A class made from this one may look at them.
+        return type(self) is DirectReader
+
     # The calls of a load, in their order.
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

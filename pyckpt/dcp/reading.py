@@ -18,11 +18,13 @@ from pyckpt.dcp import objects
 from pyckpt.dcp.checking import Verification, damaged
 from pyckpt.dcp.filling import TEMPORARY_BYTES, FileReads, row_major
 from pyckpt.dcp.leaves import is_plain_type
+from pyckpt.dcp.renaming import as_saved
 from pyckpt.dcp.whole import is_special
 from pyckpt.engine import Engine
 from pyckpt.errors import CheckpointReplaced, CorruptCheckpoint, PyckptError
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
+from pyckpt.format.columns import chunks_of
 from pyckpt.format.files import check_regular
 from pyckpt.format.item import HEAD_BYTES, TAIL_BYTES, Locator, Payload, is_dense
 from pyckpt.format.metadata import StorageInfo
@@ -66,6 +68,7 @@ class Load:
         self._checks = Verification(path, enabled=verify == "items")
         self._files = FileReads(path, engine, direct=direct, checksum=verify == "items")
         self._locator = Locator()
+        self._saved: dict[str, TensorStorageMetadata] = {}
         self._chunk_sizes: dict[str, dict[tuple[int, ...], torch.Size]] = {}
 
     @property
@@ -140,7 +143,7 @@ class Load:
 
     def _check_files(self, names: set[str]) -> None:
         """Raise unless all files have the size that the metadata tells."""
-        expected = metadata_format.data_files(self._metadata)
+        expected = metadata_format.data_files(as_saved(self._metadata))
         for name in sorted(names):
             path = self._path / name
             status = path.stat()
@@ -177,12 +180,10 @@ class Load:
             return _UNRECORDED
         if payload_offset == 0:
             return None
-        tensor = self._metadata.state_dict_metadata[item.storage_index.fqn]
-        assert isinstance(tensor, TensorStorageMetadata)
         shape = self._chunk_size(item)
         stride = extra.get("payload_stride")
         length = extra["payload_length"]
-        dtype = tensor.properties.dtype
+        dtype = self._tensor(item.storage_index.fqn).properties.dtype
         if length != dtype.itemsize * math.prod(shape) or payload_offset + length > info.length:
             raise damaged(item, info, self._path, "its length and its shape do not agree")
         if stride is not None and not is_dense(shape, stride):
@@ -194,8 +195,13 @@ class Load:
     def _chunk_size(self, item: ReadItem) -> torch.Size:
         """The size of the saved chunk that an item is a part of."""
         index = item.storage_index
-        tensor = self._metadata.state_dict_metadata[index.fqn]
-        assert isinstance(tensor, TensorStorageMetadata)
+        tensor = self._tensor(index.fqn)
+        table = chunks_of(tensor)
+        if table is not None:
+            columns, key = table
+            hint = -1 if index.index is None else index.index
+            number = columns.find_chunk(key, index.offset or (), hint)
+            return torch.Size(columns.chunk(key, number)[1])
         if index.index is not None and index.index < len(tensor.chunks):
             chunk = tensor.chunks[index.index]
             if chunk.offsets == index.offset:
@@ -205,6 +211,15 @@ class Load:
             sizes = {tuple(chunk.offsets): chunk.sizes for chunk in tensor.chunks}
             self._chunk_sizes[index.fqn] = sizes
         return sizes[tuple(index.offset or ())]
+
+    def _tensor(self, key: str) -> TensorStorageMetadata:
+        # Looked up once: what is not a dict may make what it gives.
+        tensor = self._saved.get(key)
+        if tensor is None:
+            saved = self._metadata.state_dict_metadata[key]
+            assert isinstance(saved, TensorStorageMetadata)
+            tensor = self._saved[key] = saved
+        return tensor
 
     def _read_ends(self, infos: Sequence[StorageInfo]) -> list[Payload | None]:
         """Locate the payloads of items that we did not write, from their first and last bytes."""

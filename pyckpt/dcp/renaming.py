@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from pyckpt.dcp.template import Path
 from pyckpt.errors import LoadError
+from pyckpt.format.columns import PlacesMapping
+from pyckpt.private import StorageInfo
 
-__all__ = ["Rename", "moved", "renamed"]
+__all__ = ["Rename", "as_saved", "moved", "renamed", "stored_keys"]
 
 Rename = Callable[[str], str]
 """Takes a key of the checkpoint, returns the key that it has in the state."""
@@ -40,20 +42,68 @@ def renamed(
         if new in owners:
             raise LoadError(f"{owners[new]} and {key} of the checkpoint would both be {new}")
         owners[new] = key
-    storage: Any = metadata.storage_data
-    if storage is not None:
-        storage = {_renamed_index(index, keys): info for index, info in storage.items()}
+    storage = metadata.storage_data
     return replace(
         metadata,
         state_dict_metadata={keys[key]: item for key, item in metadata.state_dict_metadata.items()},
         planner_data={keys[key]: path for key, path in after.items()},
-        storage_data=storage,
+        storage_data=None if storage is None else _RenamedPlaces(metadata, keys),
     )
 
 
-def _renamed_index(index: MetadataIndex, keys: dict[str, str]) -> MetadataIndex:
-    new = keys.get(index.fqn, index.fqn)
-    return index if new == index.fqn else replace(index, fqn=new)
+def as_saved(metadata: Metadata) -> Metadata:
+    """The metadata of the checkpoint before it was `renamed`."""
+    storage = metadata.storage_data
+    return as_saved(storage.metadata) if isinstance(storage, _RenamedPlaces) else metadata
+
+
+def stored_keys(metadata: Metadata) -> set[str]:
+    """The keys of all that the checkpoint has, also where this rank is shown some of it alone."""
+    places: Any = metadata.storage_data or {}
+    if isinstance(places, _RenamedPlaces):
+        return set(map(places.new_key, stored_keys(places.metadata)))
+    if isinstance(places, PlacesMapping):
+        return {places.columns.name(key) for key in range(len(places.columns))}
+    return {index.fqn for index in places}
+
+
+class _RenamedPlaces(Mapping[MetadataIndex, StorageInfo]):
+    """Where items are, by their new keys. There may be millions, so that each is renamed when it is
+    asked for.
+
+    Args:
+        metadata: with the old keys.
+        keys: the new one of each.
+    """
+
+    def __init__(self, metadata: Metadata, keys: dict[str, str]) -> None:
+        self.metadata = metadata
+        self._new = keys
+        self._old = {new: key for key, new in keys.items()}
+
+    def new_key(self, key: str) -> str:
+        """The key that an old one has become."""
+        return self._new.get(key, key)
+
+    def __getitem__(self, index: MetadataIndex) -> StorageInfo:
+        key = index.fqn
+        if key in self._new and key not in self._old:
+            raise KeyError(index)  # it has another key now
+        storage: Any = self.metadata.storage_data
+        found: StorageInfo = storage[_with_key(index, self._old.get(key, key))]
+        return found
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        storage: Any = self.metadata.storage_data
+        return (_with_key(index, self.new_key(index.fqn)) for index in storage)
+
+    def __len__(self) -> int:
+        storage: Any = self.metadata.storage_data
+        return len(storage)
+
+
+def _with_key(index: MetadataIndex, key: str) -> MetadataIndex:
+    return index if index.fqn == key else replace(index, fqn=key)
 
 
 def moved(key: str, path: Path, new: str, names: Collection[str]) -> Path:

@@ -29,6 +29,7 @@ __all__ = [
     "MEMORY_FORMATS",
     "KeysMapping",
     "PlacesMapping",
+    "chunks_of",
     "columns_of",
     "metadata_of",
     "storage_info",
@@ -69,6 +70,13 @@ def columns_of(metadata: Metadata) -> _C.Columns | None:
     if places is None or (isinstance(places, PlacesMapping) and places.columns is keys.columns):
         return keys.columns
     return None
+
+
+def chunks_of(tensor: TensorStorageMetadata) -> tuple[_C.Columns, int] | None:
+    """The columns that a tensor is over, and its key there; None where it has a list of chunks,
+    since it was made with one, or somebody has looked at it."""
+    source: tuple[_C.Columns, int] | None = vars(tensor).get("_source")
+    return source
 
 
 def storage_info(

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.reader import DirectReader
-from pyckpt.dcp.renaming import Rename
+from pyckpt.dcp.renaming import Rename, stored_keys
 from pyckpt.dcp.report import LoadReport
 from pyckpt.dcp.together import together
 from pyckpt.engine import Engine
@@ -211,7 +211,7 @@ class Restorer:
     def _check(self, found: CheckpointInfo, report: LoadReport, metadata: Metadata) -> LoadReport:
         """Compare the checksums of items that ranks read in part. Each rank reads a share of these
         items as a whole."""
-        keys = sorted(metadata.state_dict_metadata)
+        keys = sorted(stored_keys(metadata))
         doubtful = self._ranks.on_any(keys, set(report.not_verified))
         if not doubtful:
             return report

@@ -194,3 +194,24 @@ def test_cuda_generators(tmp_path: Path) -> None:
     expected = torch.rand(4, device="cuda")
     AppState(state).load(pyckpt.DirectReader(tmp_path))
     assert torch.equal(torch.rand(4, device="cuda"), expected)
+
+
+def restore_own_keys(path: Path) -> list[str]:
+    rank = dist.get_rank()
+    # Each rank has another number of keys of its own, and other ones.
+    own = {f"of {rank}.{i}": torch.full((3,), float(i)) for i in range(1 + 2 * rank)}
+    state = {"own": pyckpt.PerRank(dict(own)), "step": 1}
+    with pyckpt.Checkpointer(path) as checkpointer:
+        checkpointer.save(1, state).wait()
+    blank = pyckpt.PerRank({name: torch.zeros(3) for name in own})
+    with pyckpt.Checkpointer(path) as checkpointer:
+        assert checkpointer.restore({"own": blank, "step": 0}) == 1
+    for name, tensor in own.items():
+        assert torch.equal(blank.value[name], tensor)
+    return list(own)
+
+
+def test_ranks_with_other_keys_compare_what_they_could_not_verify(tmp_path: Path) -> None:
+    """Ranks agree on what to verify by its place in a list of keys, which has to be the same list
+    on all of them."""
+    assert [len(keys) for keys in run_ranks(2, restore_own_keys, tmp_path)] == [1, 3]
