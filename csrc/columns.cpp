@@ -1,6 +1,7 @@
 #include "columns.h"
 
 #include <algorithm>
+#include <functional>
 #include <stdexcept>
 #include <utility>
 
@@ -53,7 +54,7 @@ uint32_t Columns::add_properties(const Properties& properties) {
 uint32_t Columns::add_key(std::string_view name, uint32_t properties, size_t dims) {
   {
     const Lock lock(index_mutex_);
-    by_name_.clear();  // of names that may move, and of keys that are not all
+    by_name_.clear();  // of keys that are not all
     by_offset_.clear();
   }
   Key key{};
@@ -146,13 +147,25 @@ std::string_view Columns::name(uint32_t key) const {
 }
 
 uint32_t Columns::find(std::string_view name) const {
+  const std::hash<std::string_view> hash;
   const Lock lock(index_mutex_);
   if (by_name_.empty() && !keys_.empty()) {
     by_name_.reserve(keys_.size());
-    for (uint32_t key = 0; key < keys_.size(); ++key) by_name_.emplace(this->name(key), key);
+    for (uint32_t key = 0; key < keys_.size(); ++key) {
+      by_name_.push_back({hash(this->name(key)), key});
+    }
+    std::sort(by_name_.begin(), by_name_.end(), [&](const NamedKey& a, const NamedKey& b) {
+      if (a.hash != b.hash) return a.hash < b.hash;
+      const int order = this->name(a.key).compare(this->name(b.key));
+      return order != 0 ? order < 0 : a.key < b.key;
+    });
   }
-  const auto found = by_name_.find(name);
-  return found == by_name_.end() ? kNone : found->second;
+  const size_t wanted = hash(name);
+  const auto found = std::lower_bound(
+      by_name_.begin(), by_name_.end(), name, [&](const NamedKey& a, std::string_view b) {
+        return a.hash != wanted ? a.hash < wanted : this->name(a.key) < b;
+      });
+  return found == by_name_.end() || this->name(found->key) != name ? kNone : found->key;
 }
 
 const int64_t* Columns::chunk_offsets(uint32_t key, uint64_t chunk) const {

@@ -82,7 +82,8 @@ class Columns {
   size_t file_count() const { return files_.size(); }
   size_t memory_bytes() const;
 
-  // kNone where there is no key of that name. The first call makes an index.
+  // kNone where there is no key of that name; the first of several of one name. The first call
+  // makes an index.
   uint32_t find(std::string_view name) const;
   std::string_view name(uint32_t key) const;
   bool is_tensor(uint32_t key) const { return keys_[key].properties != kNone; }
@@ -121,6 +122,10 @@ class Columns {
     uint64_t first_item;
     uint64_t items;
   };
+  struct NamedKey {
+    size_t hash;
+    uint32_t key;
+  };
   // The chunks of a key in the order of where they begin in one dimension.
   struct ChunkIndex {
     size_t dimension = 0;
@@ -148,7 +153,8 @@ class Columns {
 
   // Made when they are first asked for.
   mutable Mutex index_mutex_;
-  mutable std::unordered_map<std::string_view, uint32_t> by_name_ GUARDED_BY(index_mutex_);
+  // In the order of hashes, then of names: whoever chose the names, a look-up takes few steps.
+  mutable std::vector<NamedKey> by_name_ GUARDED_BY(index_mutex_);
   // The entries stay where they are.
   mutable std::unordered_map<uint32_t, ChunkIndex> by_offset_ GUARDED_BY(index_mutex_);
 };

@@ -1,7 +1,6 @@
 #include "metadata_decoder.h"
 
 #include <algorithm>
-#include <functional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -321,19 +320,9 @@ class Decoder {
     for (uint64_t i = 1; i < count; ++i) require(is_before(order[i - 1], order[i]));
   }
 
-  // No key is there twice. By sorting: a file can hold names that would all have one hash.
   void check_names() const {
-    std::vector<std::pair<size_t, uint32_t>> order(columns_->key_count());
-    for (uint32_t key = 0; key < order.size(); ++key) {
-      order[key] = {std::hash<std::string_view>()(columns_->name(key)), key};
-    }
-    std::sort(order.begin(), order.end(), [&](const auto& a, const auto& b) {
-      return a.first != b.first ? a.first < b.first
-                                : columns_->name(a.second) < columns_->name(b.second);
-    });
-    for (size_t i = 1; i < order.size(); ++i) {
-      require(order[i - 1].first != order[i].first ||
-              columns_->name(order[i - 1].second) != columns_->name(order[i].second));
+    for (uint32_t key = 0; key < columns_->key_count(); ++key) {
+      require(columns_->find(columns_->name(key)) == key);  // and not an earlier one
     }
   }
 
