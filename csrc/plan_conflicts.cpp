@@ -31,8 +31,8 @@ std::string shown(const std::string& path) {
 
 }  // namespace
 
-std::string PlanConflicts::describe(const Thing& thing) {
-  switch (thing.kind) {
+std::string PlanConflicts::describe(Kind kind, const std::vector<int64_t>& shape) {
+  switch (kind) {
     case Kind::kObject:
       return "an object";
     case Kind::kList:
@@ -42,13 +42,13 @@ std::string PlanConflicts::describe(const Thing& thing) {
     case Kind::kTensor:
       break;
   }
-  std::string shape;
-  for (const int64_t extent : thing.shape) {
-    if (!shape.empty()) shape += ", ";
-    shape += std::to_string(extent);
+  std::string text;
+  for (const int64_t extent : shape) {
+    if (!text.empty()) text += ", ";
+    text += std::to_string(extent);
   }
-  if (thing.shape.size() == 1) shape += ",";  // as Python writes it
-  return "a tensor of shape (" + shape + ")";
+  if (shape.size() == 1) text += ",";  // as Python writes it
+  return "a tensor of shape (" + text + ")";
 }
 
 void PlanConflicts::conflict(const std::string& path, const std::string& line) {
@@ -56,65 +56,73 @@ void PlanConflicts::conflict(const std::string& path, const std::string& line) {
   if (named_.insert(name).second) found_.push_back(name + line);
 }
 
+PlanConflicts::Things::value_type* PlanConflicts::note(const std::string& path, Kind kind,
+                                                       const std::vector<int64_t>& shape,
+                                                       size_t rank) {
+  const auto [at, is_new] = things_.try_emplace(path, Thing{kind, shape, rank, 0, rank, 0});
+  Thing& thing = at->second;
+  if (!is_new && thing.last_rank != rank) {
+    thing.last_rank = rank;
+    thing.last_length = 0;
+    if (thing.kind != kind || thing.shape != shape) {
+      conflict(path, " is " + describe(thing.kind, thing.shape) + " on rank " +
+                         std::to_string(thing.rank) + " and " + describe(kind, shape) + " on " +
+                         std::to_string(rank));
+    }
+  }
+  return &*at;
+}
+
 void PlanConflicts::add(const KeyTable& keys, size_t rank) {
-  std::unordered_map<std::string, Thing> own;
-  std::vector<std::string> order;
-  const auto note = [&](const std::string& path, Thing thing) -> Thing& {
-    const auto [at, is_new] = own.try_emplace(path, std::move(thing));
-    if (is_new) order.push_back(path);
-    return at->second;
-  };
-  std::string path;
+  // The containers of the key before, and where the encoded path of each ends: the next key is in
+  // the same ones, most often.
+  std::vector<std::pair<Things::value_type*, size_t>> containers;
+  std::string path, last_path;
+  std::vector<Things::value_type*> lists;
+  std::vector<int64_t> shape;
   for (uint32_t key = 0; key < keys.size(); ++key) {
     if (keys.kind(key) == PlanKind::kPathOnly) continue;
     const std::string_view name = keys.name(key);
     const size_t count = keys.part_count(key);
+    path.swap(last_path);
     path.clear();
-    size_t at = 0;
+    size_t at = 0, shared = 0;
     for (size_t i = 0; i < count; ++i) {
       const PathPart& part = keys.parts(key)[i];
       const std::string_view text = name.substr(at, part.size);
       at += part.size + 1;
       if (i != 0) {
-        Thing& container = note(path, {part.is_number ? Kind::kList : Kind::kDict, {}, rank, 0});
+        const bool is_known = shared == i - 1 && shared < containers.size() &&
+                              containers[shared].second == path.size() &&
+                              last_path.compare(0, path.size(), path) == 0;
+        if (!is_known) {
+          containers.resize(i - 1);
+          containers.emplace_back(note(path, part.is_number ? Kind::kList : Kind::kDict, {}, rank),
+                                  path.size());
+        }
+        shared = i;
         if (part.is_number) {
+          Thing& list = containers[i - 1].first->second;
+          if (list.last_length == 0) lists.push_back(containers[i - 1].first);
           const uint64_t length = std::strtoull(std::string(text).c_str(), nullptr, 10) + 1;
-          container.length = std::max(container.length, length);
+          list.last_length = std::max(list.last_length, length);
         }
       }
       append(text, part.is_number, &path);
     }
+    containers.resize(std::min(containers.size(), count == 0 ? 0 : count - 1));
     if (count == 0) append(name, false, &path);
-    Thing thing{Kind::kObject, {}, rank, 0};
-    if (keys.is_tensor(key)) {
-      thing.kind = Kind::kTensor;
-      thing.shape.assign(keys.shape(key), keys.shape(key) + keys.dims(key));
-    }
-    note(path, std::move(thing));
+    const Kind kind = keys.is_tensor(key) ? Kind::kTensor : Kind::kObject;
+    shape.assign(keys.shape(key), keys.shape(key) + keys.dims(key));
+    note(path, kind, shape, rank);
   }
-  const std::string here = std::to_string(rank);
-  const auto known = [&](const std::string& of) -> std::pair<const Thing*, bool> {
-    const auto [at, is_new] = things_.try_emplace(of, own.at(of));
-    return {&at->second, !is_new};
-  };
-  std::vector<std::pair<const std::string*, const Thing*>> lists;
-  for (const std::string& of : order) {
-    const auto [before, is_known] = known(of);
-    if (!is_known) continue;
-    const Thing& mine = own.at(of);
-    if (before->kind != mine.kind || before->shape != mine.shape) {
-      conflict(of, " is " + describe(*before) + " on rank " + std::to_string(before->rank) +
-                       " and " + describe(mine) + " on " + here);
-    }
-    if (mine.length != 0) lists.emplace_back(&of, before);
-  }
-  for (const auto& [of, before] : lists) {
-    const uint64_t length = own.at(*of).length;
-    if (before->length != 0 && before->length != length) {
-      conflict(*of, " has " + std::to_string(before->length) + " entries on rank " +
-                        std::to_string(before->rank) + " and " + std::to_string(length) + " on " +
-                        here);
-    }
+  for (Things::value_type* list : lists) {
+    Thing& thing = list->second;
+    if (thing.length == 0) thing.length = thing.last_length;
+    if (thing.length == thing.last_length) continue;
+    conflict(list->first, " has " + std::to_string(thing.length) + " entries on rank " +
+                              std::to_string(thing.rank) + " and " +
+                              std::to_string(thing.last_length) + " on " + std::to_string(rank));
   }
 }
 

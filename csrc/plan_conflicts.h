@@ -2,6 +2,7 @@
 // pyckpt/dcp/conflicts.py, which says why.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <unordered_map>
@@ -23,17 +24,24 @@ class PlanConflicts {
 
  private:
   enum class Kind : uint8_t { kObject, kTensor, kList, kDict };
+  // What is at a path on the first rank that has something there.
   struct Thing {
-    Kind kind = Kind::kObject;
+    Kind kind;
     std::vector<int64_t> shape;
-    size_t rank = 0;
-    uint64_t length = 0;  // of a list
+    size_t rank;
+    uint64_t length = 0;       // of a list
+    size_t last_rank;          // that has something there
+    uint64_t last_length = 0;  // of that rank's list
   };
+  using Things = std::unordered_map<std::string, Thing>;  // by their paths, encoded
 
-  static std::string describe(const Thing& thing);
+  static std::string describe(Kind kind, const std::vector<int64_t>& shape);
+  // What is at the path; compared with what this rank has there, if it is the first that it says.
+  Things::value_type* note(const std::string& path, Kind kind, const std::vector<int64_t>& shape,
+                           size_t rank);
   void conflict(const std::string& path, const std::string& line);
 
-  std::unordered_map<std::string, Thing> things_;  // by their paths, encoded
+  Things things_;  // each stays where it is
   std::unordered_set<std::string> named_;
   std::vector<std::string> found_;
 };

@@ -267,10 +267,9 @@ TEST(GlobalPlan, OneKeyOfSeveralKinds) {
   const GlobalPlan lists(ranks_of({Block().object("l.0", {{1, false}, {1, true}}).bytes(),
                                    Block().object("l.1", {{1, false}, {1, true}}).bytes()}));
   EXPECT_EQ(lists.conflicts(), std::vector<std::string>{"l has 1 entries on rank 0 and 2 on 1"});
-  // Of one shape, one whole and one in parts.
-  EXPECT_NE(error_of({Block().shard("a", {4}, {0}, {2}).bytes(), Block().tensor("a", {4}).bytes(),
-                      Block().shard("a", {4}, {2}, {2}).bytes()}),
-            "");
+  // Of one shape, one in parts and one whole.
+  EXPECT_EQ(error_of({Block().shard("a", {4}, {2}, {2}).bytes(), Block().tensor("a", {4}).bytes()}),
+            "key:a is planned by ranks 0 and 1, and not as shards of one tensor");
 }
 
 // Chunks of grids with a random part missing or repeated, against counting each element.
