@@ -271,7 +271,9 @@ class Decoder {
         std::vector<int64_t> stride;
         in_.tuple(&stride);
         const auto key = static_cast<uint32_t>(columns_->key_count() - 1);
-        require(columns_->is_tensor(key) && stride.size() == columns_->dims(key));
+        // Columns have none of a tensor without dimensions.
+        require(columns_->is_tensor(key) && stride.size() == columns_->dims(key) &&
+                !stride.empty());
         columns_->set_stride(item, std::move(stride));
       }
     }

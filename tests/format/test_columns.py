@@ -67,7 +67,7 @@ def places(draw: st.DrawFn, payload: int | None, dims: int | None) -> StorageInf
         return StorageInfo(name, offset, length)
     before = 0 if payload is None else draw(st.integers(0, around))
     stride = None
-    if dims is not None and draw(st.booleans()):
+    if dims and draw(st.booleans()):  # columns have none of a tensor without dimensions
         stride = tuple(draw(st.lists(COUNTS, min_size=dims, max_size=dims)))
     return m.storage_info(
         name,
