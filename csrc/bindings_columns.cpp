@@ -1,4 +1,5 @@
 // Columns, for Python.
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -114,7 +115,12 @@ py::dict file_sizes(const Columns& columns) {
   py::dict made;
   const std::vector<uint64_t> sizes = columns.file_sizes();
   for (uint32_t file = 0; file < sizes.size(); ++file) {
-    made[py::str(columns.file_name(file))] = sizes[file];
+    const py::str name(columns.file_name(file));
+    if (made.contains(name)) {
+      made[name] = std::max(made[name].cast<uint64_t>(), sizes[file]);
+    } else {
+      made[name] = sizes[file];
+    }
   }
   return made;
 }

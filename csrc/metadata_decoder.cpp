@@ -59,6 +59,7 @@ class Decoder {
     while (in_.peek() == op::kMark) properties();
     while (in_.peek() == op::kText1 || in_.peek() == op::kText4) file();
     is_file_used_.resize(columns_->file_count());
+    check_file_names();
     while (in_.accept(piece::kKey)) key();
     const std::array<std::string, 4> ending = metadata_ending(names_);
     in_.expect(ending[0]);

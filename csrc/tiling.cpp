@@ -8,6 +8,8 @@ namespace {
 
 // Comparisons that are waited for, at most: a second or so.
 constexpr size_t kWorkMax = size_t{1} << 26;
+// As torch's own operators have it.
+constexpr size_t kDimensionsMax = 64;
 
 // Boxes, each counted so many times, some of them less than zero. They cancel if, over all boxes
 // that an element is in, these numbers add up to zero, and that for each element.
@@ -69,7 +71,7 @@ class Boxes {
 
   // Makes one of the terms whose boxes are the same from a dimension on.
   void merge(std::vector<Term>* terms, size_t dimension) {
-    work_ += terms->size();
+    work_ += terms->size() * (dimensions_ - dimension);  // of each that differ only at the end
     if (work_ > kWorkMax) throw std::invalid_argument("its parts are too many to be compared");
     std::sort(terms->begin(), terms->end(),
               [&](const Term& a, const Term& b) { return compare(a.box, b.box, dimension) < 0; });
@@ -135,6 +137,10 @@ bool is_tiling(const std::vector<int64_t>& size, const std::vector<int64_t>& off
     throw std::invalid_argument("a box must have as many numbers as the tensor has dimensions");
   }
   if (std::find(size.begin(), size.end(), 0) != size.end()) return true;
+  // Each dimension is a call within the one before, and whoever made the boxes chose their number.
+  if (dimensions > kDimensionsMax) {
+    throw std::invalid_argument("a tensor of so many dimensions is none of torch's");
+  }
   // Without dimensions there is one element, and nothing to tell of a box.
   if (dimensions == 0) throw std::invalid_argument("a tensor without dimensions has no parts");
   std::vector<int64_t> begins, ends;

@@ -245,7 +245,11 @@ def _unpickles(reader: StorageReader) -> bool:
 
 def _leaves_items(reader: StorageReader) -> bool:
     """Whether a reader, on the rank that coordinates, looks at no items of the others' plans."""
-    return bool(getattr(reader, "_leaves_items", type(reader) is FileSystemReader))
+    if type(reader) in (DirectReader, FileSystemReader):
+        return True
+    # Of our own readers around another. Those of a program may look, whatever they hand on.
+    is_ours = type(reader).__module__.startswith("pyckpt.")
+    return is_ours and bool(getattr(reader, "_leaves_items", False))
 
 
 def _is_stateful(value: Any) -> bool:

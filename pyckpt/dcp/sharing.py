@@ -93,7 +93,7 @@ def read_shared(
     failure: Exception | None = None
     wanted: list[_Wanted] = []
     try:
-        wanted = [_wanted(item, planner, medium) for item in plan.items]
+        wanted = _all_wanted(plan.items, planner, medium)
     except Exception as error:
         failure = error  # the other ranks wait for what this one says
     bundles = _bundles(wanted, rank, _all_names(wanted, ranks, group))
@@ -176,22 +176,63 @@ class _Outcome(NamedTuple):
 # --- who reads what -------------------------------------------------------------------------------
 
 
-def _wanted(item: ReadItem, planner: LoadPlanner, medium: _Medium) -> _Wanted:
+def _all_wanted(items: Sequence[ReadItem], planner: LoadPlanner, medium: _Medium) -> list[_Wanted]:
+    """What a plan asks for. Destinations that share memory (tied weights) do not travel: what is
+    there may be of the other key."""
+    targets = {
+        id(item): planner.resolve_tensor(item) for item in items if item.type is LoadItemType.TENSOR
+    }
+    keys: dict[int, set[str]] = defaultdict(set)
+    for item in items:
+        target = targets.get(id(item))
+        if target is not None and target.numel():
+            keys[_memory_of(target)].add(item.dest_index.fqn)
+    return [
+        _wanted(
+            item,
+            target := targets.get(id(item)),
+            planner,
+            medium,
+            is_tied=target is not None and len(keys.get(_memory_of(target), ())) > 1,
+        )
+        for item in items
+    ]
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    """The address of what a tensor is a part of; 0 of one that is more than its memory."""
+    plain = is_plain_type(tensor) and tensor.layout is torch.strided
+    return tensor.untyped_storage().data_ptr() if plain else 0
+
+
+def _wanted(
+    item: ReadItem,
+    target: torch.Tensor | None,
+    planner: LoadPlanner,
+    medium: _Medium,
+    *,
+    is_tied: bool = False,
+) -> _Wanted:
+    info = planner.metadata.storage_data[item.storage_index]  # type: ignore[attr-defined]
+    size, device = info.length, medium.device_for("cpu")
     described: list[Any] = [
         item.type.name,
         item.storage_index.fqn,
         item.storage_index.offset and tuple(item.storage_index.offset),
+        # Ranks may have metadata of their own, with the same keys for other bytes.
+        info.relative_path,
+        info.offset,
+        info.length,
+        vars(info).get("crc32"),
     ]
-    info = planner.metadata.storage_data[item.storage_index]  # type: ignore[attr-defined]
-    size, device = info.length, medium.device_for("cpu")
-    if item.type is LoadItemType.TENSOR:
-        target = planner.resolve_tensor(item)
+    if target is not None:
         # What travels is what the destination holds, in its dtype.
         described += [tuple(item.storage_offsets), tuple(item.lengths), str(target.dtype)]
-        if not is_plain_type(target) or target.layout is not torch.strided or target.is_quantized:
-            described.append(uuid.uuid4().hex)  # each reads its own: it is more than its memory
+        if is_tied or not _memory_of(target) or target.is_quantized or target.is_conj():
+            described.append(uuid.uuid4().hex)  # each reads its own
         else:
             size, device = target.nbytes, medium.device_for(target.device.type)
+    described.append(device)
     digest = hashlib.blake2b(repr(described).encode("utf-8", "surrogatepass"), digest_size=16)
     first, second = (
         int.from_bytes(half, "little", signed=True)
@@ -204,9 +245,9 @@ def _all_names(
     wanted: Sequence[_Wanted], ranks: int, group: dist.ProcessGroup | None
 ) -> list[torch.Tensor]:
     """What each rank wants: an int64 tensor of two columns."""
-    own = torch.tensor([one.name for one in wanted], dtype=torch.int64).reshape(-1, 2)
+    own = torch.tensor([one.name for one in wanted], dtype=torch.int64, device="cpu")
     everyone: list[Any] = [None] * ranks
-    dist.all_gather_object(everyone, own, group=group)
+    dist.all_gather_object(everyone, own.reshape(-1, 2), group=group)
     return everyone
 
 
@@ -214,10 +255,11 @@ def _bundles(wanted: Sequence[_Wanted], rank: int, names: Sequence[torch.Tensor]
     """What this rank shares with others, in the order of the transfers."""
     every = torch.cat(list(names))
     of_rank = torch.repeat_interleave(
-        torch.arange(len(names)), torch.tensor([len(one) for one in names])
+        torch.arange(len(names), device="cpu"),
+        torch.tensor([len(one) for one in names], device="cpu"),
     )
     first, order = torch.sort(every[:, 0], stable=True)
-    mine = torch.tensor([one.name[0] for one in wanted], dtype=torch.int64)
+    mine = torch.tensor([one.name[0] for one in wanted], dtype=torch.int64, device="cpu")
     begins = torch.searchsorted(first, mine).tolist()
     ends = torch.searchsorted(first, mine, right=True).tolist()
     together: dict[tuple[int, ...], list[_Wanted]] = defaultdict(list)
@@ -238,7 +280,7 @@ def _bundles(wanted: Sequence[_Wanted], rank: int, names: Sequence[torch.Tensor]
         shares: list[list[_Wanted]] = [[] for _ in holders]
         before = 0
         for one in ones:
-            shares[before * len(holders) // whole].append(one)
+            shares[min(before * len(holders) // whole, len(holders) - 1)].append(one)
             before += one.size
         bundles += [
             _Bundle(holders, owner, share)
@@ -429,7 +471,7 @@ class _Passage:
             [self._keeper.objects[id(one.item)] for one in objects] if self._before is None else []
         )
         if self._before is None:
-            sizes.copy_(torch.tensor([len(data) for data in own]))
+            sizes.copy_(torch.tensor([len(data) for data in own], device="cpu"))
         self._pass_bytes(sizes.view(torch.uint8))
         received = bytearray(b"".join(own) if self._before is None else int(sizes.sum()))
         data = torch.frombuffer(received, dtype=torch.uint8)

@@ -422,7 +422,10 @@ def decode(data: bytes, *, path: str | os.PathLike[str]) -> Metadata:
 
 def _decode_native(body: memoryview) -> Metadata | None:
     """Metadata over columns; None where it is not in the canonical form, or to be refused."""
-    decoded = _C.decode_metadata(body, _NAMES)
+    try:
+        decoded = _C.decode_metadata(body, _NAMES)
+    except MemoryError:
+        return None  # the other way says what is the matter
     if decoded is None:
         return None
     columns, fragment, checkpoint_id, save_id, version = decoded

@@ -208,6 +208,36 @@ def test_a_checkpointer_restores_replicas_with_one_reading(tmp_path: Path) -> No
     assert needed <= sum(count for count, _ in answers) < 1.5 * needed
 
 
+def _save_alone(path: Path) -> None:
+    state = {"tensor": torch.full((5,), float(dist.get_rank())), "name": f"rank {dist.get_rank()}"}
+    writer = pyckpt.DirectWriter(path, sync_files=False)
+    dcp.save(state, storage_writer=writer, use_collectives=False)
+    dist.barrier()
+    found = {"tensor": torch.zeros(5), "name": ""}
+    pyckpt.load(found, path, share_reads=True)
+    assert found["name"] == state["name"]
+    assert torch.equal(found["tensor"], state["tensor"])
+
+
+def test_what_ranks_saved_for_themselves_is_not_shared(tmp_path: Path) -> None:
+    run_ranks(2, _save_alone, tmp_path / "checkpoint")
+
+
+def _load_tied(path: Path) -> None:
+    shared = torch.zeros(300_000)
+    found = {"a": shared, "b": shared, "c": torch.zeros(7)}
+    pyckpt.load(found, path, share_reads=True)
+    assert bool((shared == 2.0).all())  # as without sharing: the later key stays
+    assert bool((found["c"] == 3.0).all())
+
+
+def test_tied_destinations_hold_the_later_key(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    state = {"a": torch.ones(300_000), "b": torch.full((300_000,), 2.0), "c": torch.full((7,), 3.0)}
+    dcp.save(state, storage_writer=pyckpt.DirectWriter(path), no_dist=True)
+    run_ranks(2, _load_tied, path)
+
+
 class _Refusing(pyckpt.LoadPlanner):
     """Refuses an object on one rank, and a tensor on another."""
 
@@ -252,9 +282,6 @@ def _wishes(rank_wants: Sequence[Sequence[int]]) -> list[list[Any]]:
     class Planner:
         metadata: Any
 
-        def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
-            return torch.empty(item.lengths)
-
     class Medium:
         def device_for(self, device: str) -> str:
             return device
@@ -263,7 +290,8 @@ def _wishes(rank_wants: Sequence[Sequence[int]]) -> list[list[Any]]:
         index = MetadataIndex(f"key {number}", torch.Size([number]))
         size = torch.Size([number % 5 + 1])
         item = ReadItem(LoadItemType.TENSOR, index, size, index, torch.Size([0]), size)
-        return sharing._wanted(item, Planner(), Medium())  # type: ignore[arg-type]
+        target = torch.empty(size)
+        return sharing._wanted(item, target, Planner(), Medium())  # type: ignore[arg-type]
 
     storage = {
         MetadataIndex(f"key {number}", torch.Size([number])): StorageInfo("file", 10 * number, 10)

@@ -392,6 +392,19 @@ def test_what_is_refused_is_refused_with_the_words_of_before(
         m.decode(data, path=PATH)
 
 
+def test_a_file_of_two_numbers_has_the_size_that_all_of_it_has() -> None:
+    columns = _C.Columns()
+    for name in ("step", "epoch"):
+        columns.add_object(name)
+    for item, end in enumerate((10_000, 100)):  # the later, smaller one must not hide the other
+        columns.set_place(item, columns.add_file("data"), 0, end)
+    assert columns.file_sizes() == {"data": 10_000}
+    data = m.encode(metadata_of(columns, None, StorageMeta(), None))
+    decoded = m.decode(data, path=PATH)
+    assert columns_of(decoded) is None  # read as any file that pyckpt did not write
+    assert m.data_files(decoded) == {"data": 10_000}
+
+
 def test_paths_are_checked() -> None:
     columns = describe(((0,), (8,)))
     data = m.encode(metadata_of(columns, {"w": ()}, StorageMeta("a", "b"), "1"))

@@ -79,5 +79,16 @@ TEST(Tiling, AsCounted) {
   EXPECT_GT(filled, 50u);
 }
 
+// Each dimension takes stack, and a file can name any number of them.
+TEST(Tiling, TensorsOfMoreDimensionsThanTorchHasAreRefused) {
+  for (const size_t dimensions : {65u, 100'000u}) {
+    std::vector<int64_t> size(dimensions, 1), offsets(2 * dimensions), sizes(2 * dimensions, 1);
+    size.back() = 3;
+    sizes[dimensions - 1] = sizes.back() = 2;
+    offsets.back() = 1;
+    EXPECT_THROW(is_tiling(size, offsets, sizes), std::invalid_argument);
+  }
+}
+
 }  // namespace
 }  // namespace pyckpt
