@@ -323,6 +323,16 @@ class Decoder {
     for (uint64_t i = 1; i < count; ++i) require(is_before(order[i - 1], order[i]));
   }
 
+  // No file has two numbers, of which one would hide what the other says of its size.
+  void check_file_names() const {
+    std::vector<std::string_view> names;
+    for (uint32_t file = 0; file < columns_->file_count(); ++file) {
+      names.push_back(columns_->file_name(file));
+    }
+    std::sort(names.begin(), names.end());
+    require(std::adjacent_find(names.begin(), names.end()) == names.end());
+  }
+
   void check_names() const {
     for (uint32_t key = 0; key < columns_->key_count(); ++key) {
       require(columns_->find(columns_->name(key)) == key);  // and not an earlier one
