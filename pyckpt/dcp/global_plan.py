@@ -63,6 +63,10 @@ class PackedResults(LazySequence):
         return PackedResults, (self.turn, self.file, self.size, self.data, self.against)
 
 
+# As many saves of one plan may overlap.
+_TOLD_MAX = 4
+
+
 class GlobalPlan:
     """What the coordinator remembers of a plan.
 
@@ -78,8 +82,8 @@ class GlobalPlan:
         self._planner_data = native.paths()
         self._described: Metadata | None = None
         self._numbers = itertools.count()
-        # Of each rank, by the number of a save: results that say it all. Where saves overlap, the
-        # next to last may be what others build on.
+        # Of each rank, by the number of a save: results that say it all. Where saves overlap, those
+        # of earlier ones may be what others build on.
         self._told: list[dict[int, bytes]] = [{} for _ in blocks]
         self._settled: list[int | None] = [None] * len(blocks)
         self._lock = fork_safe_lock()
@@ -133,6 +137,13 @@ class GlobalPlan:
         Raises:
             PyckptError: they are not those of the plan.
         """
+        turns = {(of_rank.turn.name, of_rank.turn.number) for of_rank in results}
+        for name, _ in turns:
+            if len(turns) > 1 or global_plans.get(name) not in (self, None):
+                raise PyckptError(
+                    "the results are of another save than the plan: a planner is used by one save "
+                    "at a time"
+                )
         with self._lock:  # saves may overlap
             told = {of_rank.turn.rank for of_rank in results}
             for rank in range(len(self.blocks)):
@@ -160,8 +171,9 @@ class GlobalPlan:
         if results.against is None:
             self._settled[rank] = number
             told[number] = results.data
-            while len(told) > 2:
-                del told[next(iter(told))]
+            for other in list(told)[:-_TOLD_MAX]:
+                if other not in (number, self._settled[rank]):
+                    del told[other]
 
     def results_of(self, results: PackedResults) -> list[WriteResult]:
         """What a rank wrote, as DCP's objects."""

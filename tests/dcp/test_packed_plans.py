@@ -7,7 +7,9 @@ import itertools
 import pickle
 import random
 import re
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -409,3 +411,39 @@ def test_bad_blocks(how: str) -> None:
     expected = {"version": "version 2.*version 1", "kind": "is not what"}.get(how, "damaged")
     with pytest.raises(PyckptError, match=f"rank 1.*{expected}"):
         planner.create_global_plan([local, bad])
+
+
+def test_a_planner_that_two_saves_use_at_once(tmp_path: Path) -> None:
+    """The one that began first would write the other's tensors."""
+    planned, go_on = threading.Event(), threading.Event()
+
+    class Late(pyckpt.DirectWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            planned.set()
+            assert go_on.wait(60)
+            return super().write_data(plan, planner)
+
+    planner = pyckpt.SavePlanner()
+    failures: list[BaseException] = []
+
+    def save_late() -> None:
+        try:
+            state = {"w": torch.zeros(4), "v": torch.zeros(4)}
+            writer = Late(tmp_path / "late", sync_files=False)
+            dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+        except BaseException as error:
+            failures.append(error)
+
+    late = threading.Thread(target=save_late)
+    late.start()
+    try:
+        assert planned.wait(60)
+        state = {"x": torch.ones(4), "y": torch.full((4,), 2.0)}
+        writer = pyckpt.DirectWriter(tmp_path / "other", sync_files=False)
+        dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+    finally:
+        go_on.set()
+        late.join()
+    assert len(failures) == 1
+    assert "one save at a time" in str(failures[0])
+    assert not (tmp_path / "late" / ".metadata").exists()
