@@ -133,7 +133,6 @@ void register_columns(py::module_& module) {
       .def("__len__", &Columns::key_count)
       .def_property_readonly("item_count", &Columns::item_count)
       .def_property_readonly("file_count", &Columns::file_count)
-      .def_property_readonly("memory_bytes", &Columns::memory_bytes)
       .def("add_file", &Columns::add_file, py::arg("name"))
       .def(
           "add_properties",

@@ -117,6 +117,9 @@ std::shared_ptr<GlobalPlan> make_global_plan(const std::vector<py::bytes>& block
 }
 
 void expect_rank(const GlobalPlan& plan, size_t rank) {
+  if (!plan.conflicts().empty() || !plan.errors().empty()) {
+    throw std::invalid_argument("the plan must not be used: see conflicts and errors");
+  }
   if (rank >= plan.ranks()) throw py::index_error("no such rank");
 }
 
@@ -254,7 +257,6 @@ void register_plan(py::module_& module) {
       .def_property_readonly("conflicts", &GlobalPlan::conflicts)
       .def_property_readonly("errors", &GlobalPlan::errors)
       .def_property_readonly("columns", &GlobalPlan::columns)
-      .def_property_readonly("memory_bytes", &GlobalPlan::memory_bytes)
       .def(
           "written",
           [](const GlobalPlan& plan, size_t rank) {

@@ -131,17 +131,6 @@ void Columns::set_file_name(uint32_t file, std::string name) { files_.at(file) =
 // --- looking
 // --------------------------------------------------------------------------------------
 
-size_t Columns::memory_bytes() const {
-  size_t bytes = keys_.capacity() * sizeof(Key) + names_.capacity() +
-                 numbers_.capacity() * sizeof(int64_t) +
-                 (offset_.capacity() + length_.capacity() + payload_offset_.capacity() +
-                  payload_length_.capacity()) *
-                     sizeof(uint64_t) +
-                 (crc32_.capacity() + file_.capacity()) * sizeof(uint32_t);
-  for (const std::string& file : files_) bytes += sizeof(file) + file.capacity();
-  return bytes;
-}
-
 std::string_view Columns::name(uint32_t key) const {
   return std::string_view(names_).substr(keys_[key].name, keys_[key].name_size);
 }

@@ -80,7 +80,6 @@ class Columns {
   size_t key_count() const { return keys_.size(); }
   uint64_t item_count() const { return offset_.size(); }
   size_t file_count() const { return files_.size(); }
-  size_t memory_bytes() const;
 
   // kNone where there is no key of that name; the first of several of one name. The first call
   // makes an index.

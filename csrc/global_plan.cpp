@@ -384,10 +384,4 @@ void GlobalPlan::check(size_t rank, const std::string& file, std::string_view ch
   }
 }
 
-size_t GlobalPlan::memory_bytes() const {
-  return columns_->memory_bytes() + first_.capacity() * sizeof(size_t) +
-         answers_.capacity() * sizeof(uint32_t) + first_written_.capacity() * sizeof(size_t) +
-         written_.capacity() * sizeof(uint64_t);
-}
-
 }  // namespace pyckpt

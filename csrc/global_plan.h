@@ -69,8 +69,6 @@ class GlobalPlan {
   // Only their checksums have changed.
   void check(size_t rank, const std::string& file, std::string_view checksums);
 
-  size_t memory_bytes() const;
-
  private:
   struct Table {
     std::shared_ptr<const KeyTable> keys;

@@ -260,8 +260,6 @@ class Columns:
     def item_count(self) -> int: ...
     @property
     def file_count(self) -> int: ...
-    @property
-    def memory_bytes(self) -> int: ...
     def add_file(self, name: str) -> int: ...
     def add_properties(
         self,
@@ -455,7 +453,8 @@ class PlanBlock:
 
 class GlobalPlan:
     """The plan of all ranks (csrc/global_plan.h). Raises ValueError, which names the rank, for a
-    block that is damaged or of another version.
+    block that is damaged or of another version. What takes a rank raises IndexError where there is
+    no such rank, and ValueError where there are conflicts or errors.
 
     Args:
         blocks: of each rank.
@@ -468,7 +467,6 @@ class GlobalPlan:
     errors: list[str]
     """What is wrong with chunks; the plan must not be used where there is any."""
     columns: Columns
-    memory_bytes: int
     def __init__(self, blocks: Sequence[bytes], wrote: Sequence[bytes | None]) -> None: ...
     def written(self, rank: int) -> int:
         """How many items a rank writes."""

@@ -7,6 +7,7 @@ are one of these: they behave as a list of DCP's `WriteItem`, and make them when
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -154,8 +155,9 @@ def _opened(block: bytes) -> _C.PlanBlock:
 class LazySequence(Sequence[Any]):
     """A list that is made when somebody looks at it."""
 
+    @abstractmethod
     def _make(self) -> Sequence[Any]:
-        raise NotImplementedError
+        """Make it."""
 
     @cached_property
     def _made(self) -> Sequence[Any]:

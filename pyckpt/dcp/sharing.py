@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from pyckpt.dcp.failures import portable
-from pyckpt.dcp.leaves import is_plain_type
+from pyckpt.dcp.leaves import is_memory
 
 __all__ = ["read_shared"]
 
@@ -182,27 +182,49 @@ def _all_wanted(items: Sequence[ReadItem], planner: LoadPlanner, medium: _Medium
     targets = {
         id(item): planner.resolve_tensor(item) for item in items if item.type is LoadItemType.TENSOR
     }
-    keys: dict[int, set[str]] = defaultdict(set)
-    for item in items:
-        target = targets.get(id(item))
-        if target is not None and target.numel():
-            keys[_memory_of(target)].add(item.dest_index.fqn)
+    tied = _tied(items, targets)
     return [
-        _wanted(
-            item,
-            target := targets.get(id(item)),
-            planner,
-            medium,
-            is_tied=target is not None and len(keys.get(_memory_of(target), ())) > 1,
-        )
+        _wanted(item, targets.get(id(item)), planner, medium, is_tied=id(item) in tied)
         for item in items
     ]
 
 
-def _memory_of(tensor: torch.Tensor) -> int:
-    """The address of what a tensor is a part of; 0 of one that is more than its memory."""
-    plain = is_plain_type(tensor) and tensor.layout is torch.strided
-    return tensor.untyped_storage().data_ptr() if plain else 0
+def _tied(items: Sequence[ReadItem], targets: dict[int, torch.Tensor]) -> set[int]:
+    """The identities of items whose destinations overlap that of another key."""
+    spans = []
+    for item in items:
+        target = targets.get(id(item))
+        if target is not None and _is_memory(target):
+            pairs = zip(target.shape, target.stride(), strict=True)
+            extent = sum((n - 1) * stride for n, stride in pairs) + 1
+            begin = target.data_ptr()
+            end = begin + extent * target.itemsize
+            spans.append((str(target.device), begin, end, item.dest_index.fqn, id(item)))
+    tied: set[int] = set()
+    together: list[tuple[str, int]] = []  # keys and items that overlap, one by one
+    device, furthest = "", 0
+    for on, begin, end, key, number in sorted(spans):
+        if on != device or begin >= furthest:
+            device, furthest, together = on, 0, []
+        together.append((key, number))
+        furthest = max(furthest, end)
+        if key != together[0][0]:
+            tied.update(number for _, number in together)
+        elif together[0][1] in tied:
+            tied.add(number)
+    return tied
+
+
+def _is_memory(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of a tensor's elements are all of it, and there are any."""
+    return bool(
+        is_memory(tensor)
+        and tensor.numel()
+        and tensor.data_ptr()
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def _wanted(
@@ -228,7 +250,7 @@ def _wanted(
     if target is not None:
         # What travels is what the destination holds, in its dtype.
         described += [tuple(item.storage_offsets), tuple(item.lengths), str(target.dtype)]
-        if is_tied or not _memory_of(target) or target.is_quantized or target.is_conj():
+        if is_tied or not _is_memory(target):
             described.append(uuid.uuid4().hex)  # each reads its own
         else:
             size, device = target.nbytes, medium.device_for(target.device.type)

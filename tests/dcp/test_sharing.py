@@ -339,3 +339,24 @@ def test_all_ranks_agree_on_who_reads_what(seed: int) -> None:
     for holders, described in orders.items():
         by_rank = {rank: [d for r, d in described if r == rank] for rank in holders}
         assert all(one == by_rank[holders[0]] for one in by_rank.values())
+
+
+def test_destinations_are_tied_where_their_memory_overlaps() -> None:
+    """Parts of one flat tensor are not, as FSDP1's parameters are; a part that two keys have is."""
+    flat = torch.zeros(100)
+    places = {
+        "left": flat[:50],
+        "right": flat[50:],
+        "other": torch.zeros(10),
+        "whole": (whole := torch.zeros(20)),
+        "part": whole[5:10],
+        "again": whole[15:],
+    }
+    size = torch.Size([1])
+    items = [
+        ReadItem(LoadItemType.TENSOR, MetadataIndex(key), size, MetadataIndex(key), size, size)
+        for key in places
+    ]
+    targets = {id(item): places[item.dest_index.fqn] for item in items}
+    tied = sharing._tied(items, targets)
+    assert {item.dest_index.fqn for item in items if id(item) in tied} == {"whole", "part", "again"}
