@@ -10,12 +10,13 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 SOURCES := $(wildcard csrc/*.cpp csrc/*.cu csrc/*.h)
 
-.PHONY: demo test test-all check format format-check lint types native mutants package cuda gpu clean help
+.PHONY: demo test test-all test-integrations run-test-integrations check format format-check lint types native mutants package cuda gpu clean help
 
 help:
 	@echo "make demo    train, kill, resume: what pyckpt is for"
 	@echo "make test    the Python tests that tell most, in a minute or two"
 	@echo "make test-all  all Python tests"
+	@echo "make test-integrations  pyckpt in Lightning, torchtitan, Transformers, Accelerate"
 	@echo "make check   format, lint, types, tests, native tests under sanitizers, the CUDA build"
 	@echo "make native  the native tests, plain and under the sanitizers"
 	@echo "make mutants take waits out of the CUDA path: the native tests must notice"
@@ -51,7 +52,14 @@ test: $(BIN)/.built $(BIN)/.group-test
 test-all: $(BIN)/.built $(BIN)/.group-test-all
 	$(PYTEST)
 
-check: format-check lint types native test test-all package cuda
+# The frameworks, in an environment of their own: what they ask for need not agree with the tests'.
+test-integrations:
+	$(MAKE) VENV=.venv-integrations run-test-integrations
+
+run-test-integrations: $(BIN)/.built $(BIN)/.group-integrations
+	$(PYTEST) tests/integrations
+
+check: format-check lint types native test test-all test-integrations package cuda
 
 format: $(BIN)/.group-lint
 	$(BIN)/ruff format .
@@ -87,4 +95,4 @@ gpu:
 	PYTHON="$(PYTHON)" bash scripts/gpu.sh
 
 clean:
-	rm -rf build dist *.egg-info pyckpt/_C*.so pyckpt/_build.py $(VENV) $(VENV)-cuda
+	rm -rf build dist *.egg-info pyckpt/_C*.so pyckpt/_build.py $(VENV) $(VENV)-cuda $(VENV)-integrations
