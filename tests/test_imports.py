@@ -44,6 +44,9 @@ MAY_USE = {
     "train.store": FLOOR | {"dcp", "engine", "format", "layouts", "private", "train.arguments"},
     "train.sync": FLOOR | {"dcp", "train.arguments"},
     "profiling": {"locks"},
+    # What a program could import; nothing else imports an integration.
+    "integrations": FLOOR
+    | {"", "dcp", "engine", "optim", "train", "train.state", "train.store", "train.sync"},
 }
 
 
