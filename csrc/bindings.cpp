@@ -170,5 +170,7 @@ PYBIND11_MODULE(_C, module) {
   pyckpt::register_checks(module);
   pyckpt::register_columns(module);
   pyckpt::register_metadata(module);
+  pyckpt::register_plain_reads(module);
+  pyckpt::register_described(module);
   pyckpt::register_plan(module);
 }

@@ -77,6 +77,8 @@ void register_state_tree(py::module_& module);
 void register_checks(py::module_& module);
 void register_columns(py::module_& module);
 void register_metadata(py::module_& module);
+void register_plain_reads(py::module_& module);
+void register_described(py::module_& module);
 void register_plan(py::module_& module);
 
 }  // namespace pyckpt

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from typing_extensions import Buffer
 
@@ -164,6 +165,47 @@ class ReadJob:
         not checksum)."""
 
     def statistics(self) -> ReadStatistics: ...
+
+class PlainReads:
+    """The reads of a load that need no Python for each item: tensors that were saved whole, as
+    pyckpt saves them, and are wanted whole, in plain memory of the same dtype; and objects that are
+    a number, a string, a bool or None. They are of a checkpoint's ``columns``; the objects have
+    ``object_bytes`` at most, all together.
+
+    Call ``take``; then, for a few of ``files`` at a time, make a job of them, ``give``, run it and
+    ``check``; then take ``objects``."""
+
+    def __init__(self, columns: Columns, *, object_bytes: int) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def tensor_bytes(self) -> int:
+        """How much of tensors is read."""
+
+    def take(self, values: dict[str, Any]) -> list[str]:
+        """Take what is plain of a state's values by key, once. Returns the keys of the others, and
+        of those that the columns do not have, in their order. Tensors that share memory are left
+        to the caller."""
+
+    def names(self) -> list[str]:
+        """The keys of what is read."""
+
+    def files(self) -> list[str]:
+        """What is read from, in the order of the names."""
+
+    def give(self, job: ReadJob, begin: int, end: int) -> None:
+        """Have a job, to which files ``begin`` to ``end`` were added and nothing more, read what
+        is in them."""
+
+    def check(self, checksums: list[int]) -> list[tuple[str, str, int, int, int, bool]]:
+        """Compare what a job found with what was saved. Returns what differs: the key, the file,
+        the offset there, the CRC-32 saved, the one found, whether it is a tensor's."""
+
+    def objects(
+        self, envelope_of: Callable[[int], Envelope | None]
+    ) -> tuple[list[str], list[Any], list[tuple[str, bytes]]]:
+        """The objects, once they are read: keys, and their values; and keys with the bytes of what
+        is not plain. ``envelope_of`` makes the envelope of a pickle of a size; None where plain
+        objects are not known."""
 
 class StorageSet:
     """Storages of tensors."""
@@ -381,6 +423,25 @@ def decode_metadata(
     None for any other bytes, also for those from which no checkpoint can be loaded. Paths alone are
     not checked. What planner_data is a pickle of is None, or a dict of strings to tuples of strings
     and whole numbers, and reading it calls nothing."""
+
+def columns_from(
+    keys: dict[str, Any],
+    places: dict[Any, Any],
+    *,
+    types: dict[str, type],
+    dtypes: dict[torch.dtype, str],
+    layouts: dict[torch.layout, str],
+    memory_formats: dict[torch.memory_format, int],
+) -> Columns | None:
+    """Take down in columns what DCP's objects say of a checkpoint.
+
+    Args:
+        keys, places: ``state_dict_metadata`` and ``storage_data`` of its metadata.
+        types: DCP's classes, by "tensor", "bytes", "chunk", "index", "properties" and "info".
+        dtypes, layouts, memory_formats: the names and numbers that columns have for them.
+
+    None where an object is of another class or knows more than stock's, and where an item has no
+    place, or a place no item."""
 
 class Engine:
     def __init__(

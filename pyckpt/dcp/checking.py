@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +73,16 @@ class Verification:
                 found,
                 others=len(wrong) - 1,
             )
+
+    def check_plain(self, wrong: Sequence[tuple[str, str, int, int, int, bool]]) -> None:
+        """Raise where `_C.PlainReads.check` found that something differs from what was saved."""
+        # Tensors first, as where there is an item for each.
+        for is_tensor in (True, False):
+            of_kind = [found for found in wrong if found[-1] is is_tensor]
+            if of_kind:
+                key, name, offset, expected, found, _ = of_kind[0]
+                others = len(of_kind) - 1 if is_tensor else 0
+                raise _mismatch(key, self._path / name, offset, expected, found, others)
 
     def check_bytes(self, item: ReadItem, info: StorageInfo, data: bytearray) -> None:
         """Check an item that was read whole, as bytes."""

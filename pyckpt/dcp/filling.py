@@ -17,13 +17,13 @@ from pyckpt.dcp.checking import Check
 from pyckpt.engine import Engine
 from pyckpt.format.item import Payload
 
-__all__ = ["TEMPORARY_BYTES", "FileReads", "row_major"]
+__all__ = ["FILES_MAX", "TEMPORARY_BYTES", "FileReads", "row_major"]
 
 TEMPORARY_BYTES = 32 << 20
 """Tensors that cannot be read straight into their destination, and objects, go through memory of
 their own; this much of it at a time."""
-# Files open at a time; a process is commonly allowed 1,024.
-_FILES_MAX = 256
+FILES_MAX = 256
+"""Files open at a time; a process is commonly allowed 1,024."""
 
 
 class _Temporary(NamedTuple):
@@ -218,15 +218,18 @@ class FileReads:
             self._pending.append((check, begin, end, number))
         return True
 
+    def job_of(self, names: Sequence[str]) -> _C.ReadJob:
+        """Make a job over some of the files, in this order, for the caller to fill and run."""
+        job = _C.ReadJob(self._engine.native, direct=self._direct, checksum=self._checksum)
+        self.jobs.append(job)
+        for name in names:
+            job.add_file(os.fsencode(self._path / name))
+        return job
+
     def _open(self, name: str) -> tuple[_C.ReadJob, int]:
-        if self._job is None or (name not in self._files and len(self._files) == _FILES_MAX):
+        if self._job is None or (name not in self._files and len(self._files) == FILES_MAX):
             self.flush()
-            self._job = _C.ReadJob(
-                self._engine.native,
-                direct=self._direct,
-                checksum=self._checksum,
-            )
-            self.jobs.append(self._job)
+            self._job = self.job_of([])
         file = self._files.get(name)
         if file is None:
             file = self._files[name] = self._job.add_file(os.fsencode(self._path / name))

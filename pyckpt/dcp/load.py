@@ -173,6 +173,8 @@ def load(
             create=create,
         )
         planner._items_stay = _leaves_items(reader)
+        # Ranks that share what they read have to know each item.
+        planner._reads_plain = type(reader) is DirectReader and type(shown) is _HonestReader
         states = {
             key: value.state_dict() if _is_stateful(value) else value
             for key, value in sorted(state_dict.items(), key=lambda entry: str(entry[0]))

@@ -9,7 +9,7 @@ has arrived (`commit_tensor`), so that a load that fails leaves no uninitialised
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -25,13 +25,16 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
+from pyckpt import _C
 from pyckpt.dcp import objects
+from pyckpt.dcp.filling import TEMPORARY_BYTES
 from pyckpt.dcp.leaves import is_checkpointable, is_sharded_tensor, whole_size, with_attributes
 from pyckpt.dcp.read_items import StayingItems, read_object, read_tensor, whole
 from pyckpt.dcp.report import Conversion, LoadReport, Replacement, some
 from pyckpt.dcp.template import Growth, Slot, Template, is_empty, place
 from pyckpt.dcp.whole import KEYS
 from pyckpt.errors import LoadError
+from pyckpt.format.columns import columns_of
 from pyckpt.format.paths import path_of, paths
 from pyckpt.locks import fork_safe_lock
 from pyckpt.private import create_chunk_list, narrow_tensor_by_index
@@ -103,15 +106,19 @@ class LoadPlanner(DefaultLoadPlanner):
         self._create = create
         self._lock = fork_safe_lock()
         self._report = LoadReport()
-        self._items: list[ReadItem] = []
-        self._items_stay = False  # for `pyckpt.load`, which knows whether the reader looks at them
+        self._items: Sequence[ReadItem] = []
+        self._plain: _C.PlainReads | None = None
+        # Set by `pyckpt.load`, which knows the reader: whether it looks at no items of other ranks,
+        # and whether it reads what is plain without an item for each.
+        self._items_stay = False
+        self._reads_plain = False
 
     @property
     def report(self) -> LoadReport:
         """What this rank's last load did. Verification and time are not the planner's to know:
         `pyckpt.load` fills them in."""
         assert self.metadata is not None
-        nbytes = 0
+        nbytes = 0 if self._plain is None else self._plain.tensor_bytes
         for item in self._items:
             if item.type is LoadItemType.TENSOR:
                 saved = self._saved[item.storage_index.fqn]
@@ -145,8 +152,9 @@ class LoadPlanner(DefaultLoadPlanner):
         # Created tensors that are not in the state yet, with the reads they wait for.
         self._pending: dict[str, int] = {}
         self._chunks: dict[Any, list[ChunkStorageMetadata]] = {}
-        # What the checkpoint has of this rank's keys.
+        # What the checkpoint has of this rank's keys, but for those of `_plain`.
         self._saved: dict[str, STORAGE_TYPES] = {}
+        self._plain = None
 
     def create_local_plan(self) -> LoadPlan:
         """Compare state and checkpoint, and list the reads.
@@ -159,8 +167,9 @@ class LoadPlanner(DefaultLoadPlanner):
         all_saved = self.metadata.state_dict_metadata
         values = self.state_dict
         report = self._report = LoadReport()
+        others = self._take_plain()
         # Looked up once: what is not a dict may make what it gives.
-        found = {name: all_saved.get(name) for name in values}
+        found = {name: all_saved.get(name) for name in others}
         missing = [name for name, item in found.items() if item is None]
         extra = [] if len(all_saved) + len(missing) == len(values) else self._sort_extra(report)
         saved = {name: item for name, item in found.items() if item is not None}
@@ -172,6 +181,8 @@ class LoadPlanner(DefaultLoadPlanner):
         to_create: list[tuple[str, torch.device]] = []
         present: list[str] = []
         self._match(present, to_create, report)
+        if self._plain is not None:
+            _note_plain(report, values, others)
         for name in extra:
             if isinstance(saved[name], TensorStorageMetadata):
                 to_create.append((name, self._device))
@@ -179,6 +190,18 @@ class LoadPlanner(DefaultLoadPlanner):
         for name, device in to_create:
             values[name] = self._new_tensor(name, device)
         return self._plan(present, [name for name, _ in to_create], extra, report)
+
+    def _take_plain(self) -> Iterable[str]:
+        """Take what is read without Python for each item. Returns the keys of the rest."""
+        assert self.metadata is not None
+        columns = columns_of(self.metadata) if self._reads_plain else None
+        if columns is None or self.metadata.storage_data is None:
+            return self.state_dict
+        plain = _C.PlainReads(columns, object_bytes=TEMPORARY_BYTES)
+        others = plain.take(self.state_dict)
+        if len(plain):
+            self._plain = plain
+        return others
 
     def _sort_extra(self, report: LoadReport) -> list[str]:
         """Find saved keys that the state lacks: in its containers, or under other entries."""
@@ -239,11 +262,12 @@ class LoadPlanner(DefaultLoadPlanner):
     ) -> None:
         """Sort the keys that both have into those that can be read in place and those that
         cannot."""
-        saved = self._saved
         mismatched: dict[str, str] = {}
         loaded, filled = report.loaded, report.filled
-        for name, value in self.state_dict.items():
-            item = saved[name]
+        for name, item in self._saved.items():
+            if name not in self.state_dict:
+                continue  # it is to be created
+            value = self.state_dict[name]
             if isinstance(item, BytesStorageMetadata):
                 present.append(name)
                 loaded.append(name)
@@ -321,8 +345,8 @@ class LoadPlanner(DefaultLoadPlanner):
             reads = read_tensor(name, item, self._wanted(tensor))
             self._pending[name] = len(reads)
             items += reads
-        self._items = items
-        return LoadPlan(StayingItems(items) if self._items_stay else items)  # type: ignore[arg-type]
+        self._items = StayingItems(items, self._plain) if self._items_stay else items
+        return LoadPlan(self._items)  # type: ignore[arg-type]
 
     def _wanted(self, tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
         """The chunks of a tensor that this rank has."""
@@ -349,9 +373,19 @@ class LoadPlanner(DefaultLoadPlanner):
         for name in [name for name, reads in self._pending.items() if reads == 0]:
             self._put(name, self.state_dict[name])
         if isinstance(new_plan.items, StayingItems):
-            new_plan = replace(new_plan, items=self._items)
+            new_plan = replace(new_plan, items=self._items)  # type: ignore[arg-type]
         self._items = new_plan.items
         return new_plan
+
+    def put_plain(self, names: Sequence[str], values: Sequence[Any]) -> None:
+        """Put numbers, strings, bools and None in their places."""
+        slots = self._slots
+        for name, value in zip(names, values, strict=True):
+            container, key = slots[name]
+            if type(container) is dict and type(container.get(key)) is type(value):
+                container[key] = value
+            else:
+                self._put(name, value)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Unpickle a saved object, without running code of the file, and put it in its place.
@@ -400,6 +434,13 @@ class LoadPlanner(DefaultLoadPlanner):
         replacement: Replacement | None = place(name, self._slots[name], value)
         if replacement is not None:
             self._report.replaced.append(replacement)
+
+
+def _note_plain(report: LoadReport, names: Iterable[str], others: Iterable[str]) -> None:
+    """Add what is plain to what is loaded, in the order of the state."""
+    others = set(others)
+    loaded = set(report.loaded)
+    report.loaded[:] = [name for name in names if name not in others or name in loaded]
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:

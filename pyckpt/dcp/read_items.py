@@ -37,11 +37,13 @@ class StayingItems(Sequence[ReadItem]):
 
     Args:
         items: them, or their number where they are not.
+        plain: what is read besides, without an item for each.
     """
 
-    def __init__(self, items: Sequence[ReadItem] | int) -> None:
+    def __init__(self, items: Sequence[ReadItem] | int, plain: _C.PlainReads | None = None) -> None:
         self._items = None if isinstance(items, int) else items
         self._count = items if isinstance(items, int) else len(items)
+        self.plain = plain
 
     def __len__(self) -> int:
         return self._count

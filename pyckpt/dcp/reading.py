@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from pyckpt import _C
 from pyckpt.dcp import objects
 from pyckpt.dcp.checking import Verification, damaged
-from pyckpt.dcp.filling import TEMPORARY_BYTES, FileReads, row_major
+from pyckpt.dcp.filling import FILES_MAX, TEMPORARY_BYTES, FileReads, row_major
 from pyckpt.dcp.leaves import is_plain_type
+from pyckpt.dcp.read_items import StayingItems, read_object
 from pyckpt.dcp.renaming import as_saved
 from pyckpt.dcp.whole import is_special
 from pyckpt.engine import Engine
@@ -28,6 +29,7 @@ from pyckpt.format.columns import chunks_of
 from pyckpt.format.files import check_regular
 from pyckpt.format.item import HEAD_BYTES, TAIL_BYTES, Locator, Payload, is_dense
 from pyckpt.format.metadata import StorageInfo
+from pyckpt.format.plain import envelope_of
 from pyckpt.private import ExtensionRegistry, narrow_tensor_by_index
 
 __all__ = ["Load", "save_id_of"]
@@ -99,7 +101,13 @@ class Load:
         # In the order of the files, so that few need to be open at a time.
         reads = [(item, storage[item.storage_index]) for item in items]
         reads.sort(key=lambda read: (read[1].relative_path, read[1].offset))
-        self._check_files({info.relative_path for _, info in reads})
+        names = {info.relative_path for _, info in reads}
+        plain = items.plain if isinstance(items, StayingItems) else None
+        if plain is None:
+            self._check_files(names)
+        else:
+            self._check_files(names.union(plain.files()))
+            self._read_plain(plain)
         tensors, objects, transformed = [], [], []
         for item, info in reads:
             if info.transform_descriptors:
@@ -127,6 +135,24 @@ class Load:
         self._read_whole(objects, self._load_object)
         if transformed:
             self._read_with_stock(transformed)
+
+    def _read_plain(self, plain: _C.PlainReads) -> None:
+        """Read what needs no Python for each item, and hand the planner the objects among it."""
+        planner: Any = self._planner  # pyckpt's, which alone makes such reads
+        files = plain.files()
+        for begin in range(0, len(files), FILES_MAX):
+            end = min(begin + FILES_MAX, len(files))
+            job = self._files.job_of(files[begin:end])
+            plain.give(job, begin, end)
+            checksums = job.run()
+            if self._checks.enabled:
+                self._checks.check_plain(plain.check(checksums))
+        if not self._checks.enabled:
+            self._checks.unverified.update(plain.names())
+        names, values, others = plain.objects(envelope_of)
+        planner.put_plain(names, values)
+        for name, item in others:
+            planner.load_bytes(read_object(name), io.BytesIO(item))
 
     def _refuse_replaced(self, error: FileNotFoundError) -> None:
         """Raise where a save has swept out what was read from, as is its right."""

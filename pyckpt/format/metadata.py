@@ -99,18 +99,21 @@ def encode(metadata: Metadata) -> bytes:
 
 
 def encode_to(metadata: Metadata, write: Callable[[bytes], object]) -> bool:
-    """Write a ``.metadata`` file whose parts are over columns, without an object for each item.
+    """Write a ``.metadata`` file in the form that `decode` reads without an object for each item.
 
     Args:
         write: is given the bytes in order, about a MiB at a time.
 
-    Returns False, and writes nothing, where something in it is of another kind.
+    Returns False, and writes nothing, where something in it is of another kind than what stock's
+    planner and ours make.
     """
-    columns = columns_of(metadata)
-    if columns is None or metadata.storage_data is None:
-        return False
     extras = _extras(metadata)
-    if extras is None:
+    if extras is None or metadata.storage_data is None:
+        return False
+    columns = columns_of(metadata)
+    if columns is None:
+        columns = _columns_from(_with_dicts(metadata))
+    if columns is None:
         return False
     with collector_paused():
         planner_data = _fragment(metadata.planner_data)
@@ -135,6 +138,8 @@ _FRAGMENT_PROTOCOL = 3  # is not cut into frames, so it can be part of another p
 
 def _extras(metadata: Metadata) -> list[bytes | None] | None:
     """What the native encoder writes besides columns; None where there is more than that."""
+    if type(metadata) is not Metadata:
+        return None
     meta = metadata.storage_meta
     if vars(metadata).keys() - _FIELDS or type(meta) is not StorageMeta:
         return None
@@ -145,6 +150,38 @@ def _extras(metadata: Metadata) -> list[bytes | None] | None:
         return None
     # As pickle does.
     return [None if text is None else str(text).encode("utf-8", "surrogatepass") for text in texts]
+
+
+def _columns_from(metadata: Metadata) -> _C.Columns | None:
+    """The columns of metadata in DCP's own objects; None where something has no place in them."""
+    keys: Any = metadata.state_dict_metadata
+    places: Any = metadata.storage_data
+    if type(keys) is not dict:
+        return None
+    return _C.columns_from(
+        keys,
+        places,
+        types={
+            "tensor": TensorStorageMetadata,
+            "bytes": BytesStorageMetadata,
+            "chunk": ChunkStorageMetadata,
+            "index": MetadataIndex,
+            "properties": TensorProperties,
+            "info": StorageInfo,
+        },
+        dtypes=_DTYPES,
+        layouts=_LAYOUT_NAMES,
+        memory_formats=_MEMORY_FORMATS,
+    )
+
+
+_DTYPES = {
+    value: str(value).removeprefix("torch.")
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+_LAYOUT_NAMES = {layout: name for name, layout in LAYOUTS.items()}
+_MEMORY_FORMATS = {value: number for number, value in enumerate(MEMORY_FORMATS.values())}
 
 
 def _fragment(planner_data: Any) -> bytes:
@@ -256,13 +293,19 @@ class _Layout(metaclass=Sealed):
 
 
 class _Dict(metaclass=Sealed):
-    """Stands for ``OrderedDict``, and yields a dict: an instance of a class that Python's own is
-    made into has attributes, by which a file could hide what is in it."""
+    """Stands for ``OrderedDict``, and for ``dict`` called with one, as a mapping over columns
+    pickles itself. Yields a dict: an instance of a class that Python's own is made into has
+    attributes, by which a file could hide what is in it."""
 
     __slots__ = ()
 
-    def __new__(cls) -> Any:
-        return {}
+    def __new__(cls, *content: dict[Any, Any]) -> Any:
+        if not content:
+            return {}
+        (only,) = content
+        if type(only) is not dict:
+            raise pickle.UnpicklingError("a dict of something that is no dict")
+        return only
 
 
 class _Posix(metaclass=Sealed):
@@ -307,6 +350,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): _Layout,
     ("builtins", "getattr"): _Getattr,
     ("collections", "OrderedDict"): _Dict,
+    ("builtins", "dict"): _Dict,
     # Built into torch, so that nothing can be set on it, as on the dtypes.
     ("torch", "Size"): torch.Size,
 }
@@ -334,11 +378,7 @@ _NAMES = _C.MetadataNames(
     size=_name_of(torch.Size),
     layout=("torch.serialization", "_get_layout"),
     memory_format=(_DCP, "_MEM_FORMAT_ENCODING"),
-    dtypes={
-        str(value).removeprefix("torch."): value.itemsize
-        for value in vars(torch).values()
-        if isinstance(value, torch.dtype)
-    },
+    dtypes={name: dtype.itemsize for dtype, name in _DTYPES.items()},
     layouts=list(LAYOUTS),
 )
 

@@ -26,7 +26,7 @@ from pyckpt import _C
 from pyckpt.format.envelope import Archive, Record
 from pyckpt.format.sealed import scan
 
-__all__ = ["NotPlain", "decode", "encode"]
+__all__ = ["NotPlain", "decode", "encode", "envelope_of"]
 
 _logger = logging.getLogger("pyckpt")
 
@@ -96,6 +96,12 @@ def decode(item: bytes | memoryview) -> Any:
         raise
     except Exception as error:  # hostile bytes can fail in any way that pickle can
         raise NotPlain from error
+
+
+def envelope_of(size: int) -> _C.Envelope | None:
+    """The bytes around a pickle of ``size`` bytes; None where this version of torch writes others,
+    or the pickle is one that `encode` does not take."""
+    return _envelope(size) if 0 < size <= _BYTES_MAX and _is_known() else None
 
 
 @lru_cache(maxsize=4096)

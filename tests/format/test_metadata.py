@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from _load_helpers import save
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -28,8 +29,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+import pyckpt
 from pyckpt.errors import CorruptCheckpoint, UnsafeCheckpoint
 from pyckpt.format import metadata as m
+from pyckpt.format.columns import columns_of
 
 PATH = "some/.metadata"
 
@@ -345,3 +348,98 @@ def test_data_files_stay_inside(name: str) -> None:
     metadata.storage_data[MetadataIndex("z")] = _StorageInfo(name, 5, 5)
     with pytest.raises(CorruptCheckpoint, match=r"'z' is said to be stored .* outside"):
         m.decode(m.encode(metadata), path=PATH)
+
+
+# --- from DCP's own objects -----------------------------------------------------------------------
+
+
+def saved_by_stocks_planner(path: Path) -> Metadata:
+    """Metadata as it comes to a writer from stock's planner."""
+    state = {
+        "m": {"w": torch.rand(3, 4), "e": torch.empty(0, 2), "n": 1, "s": torch.tensor(2)},
+        "t": torch.rand(5, 2).t(),
+        "l": [torch.rand(1), "x"],
+    }
+    dcp.save(state, storage_writer=pyckpt.DirectWriter(path, sync_files=False), no_dist=True)
+    metadata: Metadata = pickle.loads((path / ".metadata").read_bytes())
+    return metadata
+
+
+def test_stocks_objects_are_written_in_columns(tmp_path: Path) -> None:
+    metadata = saved_by_stocks_planner(tmp_path)
+    assert type(metadata.state_dict_metadata) is dict
+    read = m.read(tmp_path / ".metadata")
+    assert columns_of(read) is not None
+    assert pickle.loads(pickle.dumps(read)) == metadata
+    assert columns_of(m.decode(m.encode(metadata), path="x"))
+
+
+def _at(metadata: Metadata) -> Any:
+    return metadata.storage_data[MetadataIndex("m.w", (0, 0))]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda of: vars(_at(of)).update(note=1),
+        lambda of: object.__setattr__(_at(of), "transform_descriptors", ["zstd"]),
+        lambda of: vars(_at(of)).pop("crc32"),
+        lambda of: object.__setattr__(_at(of), "offset", -1),
+        lambda of: object.__setattr__(_at(of), "offset", 2**63),
+        lambda of: object.__setattr__(_at(of), "offset", "0"),
+        lambda of: object.__setattr__(_at(of), "relative_path", 5),
+        lambda of: vars(_at(of)).update(payload_stride="x"),
+        lambda of: of.storage_data.pop(MetadataIndex("m.n")),
+        lambda of: of.storage_data.update({MetadataIndex("other"): _at(of)}),
+        lambda of: of.storage_data.update({MetadataIndex("m.w", (0, 1)): _at(of)}),
+        lambda of: of.storage_data.update({MetadataIndex("m.n", (0,)): _at(of)}),
+        lambda of: of.storage_data.update({"m.n": _at(of)}),
+        lambda of: of.state_dict_metadata.update(other=5),
+        lambda of: of.state_dict_metadata.update({"\ud800": BytesStorageMetadata()}),
+        lambda of: of.state_dict_metadata["m.w"].chunks.append(None),
+        lambda of: setattr(of.state_dict_metadata["m.w"], "chunks", ()),
+        lambda of: setattr(of.state_dict_metadata["m.w"], "size", [3, 4]),
+        lambda of: setattr(of.state_dict_metadata["m.w"], "size", torch.Size((3,))),
+        lambda of: setattr(of.state_dict_metadata["m.w"].properties, "dtype", "float32"),
+        lambda of: setattr(of.state_dict_metadata["m.w"].properties, "requires_grad", None),
+        lambda of: setattr(of.state_dict_metadata["m.w"].chunks[0], "sizes", torch.Size((1, 2, 3))),
+        lambda of: delattr(of.state_dict_metadata["m.w"].chunks[0], "sizes"),
+        lambda of: of.state_dict_metadata["m.w"].chunks.append(
+            of.state_dict_metadata["m.w"].chunks[0]
+        ),
+    ],
+)
+def test_what_has_no_place_in_columns_is_pickled(tmp_path: Path, change: Any) -> None:
+    """As a whole, by Python: nothing that a program put there is lost, or changed."""
+    metadata = saved_by_stocks_planner(tmp_path)
+    blocks: list[bytes] = []
+    assert m.encode_to(metadata, blocks.append)
+    change(metadata)
+    blocks.clear()
+    assert not m.encode_to(metadata, blocks.append)
+    assert blocks == []
+    assert m.encode(metadata)[:-20] == m.dumps(metadata)
+
+
+def test_a_mapping_over_columns_that_a_program_pickled_is_read(tmp_path: Path) -> None:
+    metadata = saved_by_stocks_planner(tmp_path)
+    read = m.read(tmp_path / ".metadata")
+    again = m.decode(pickle.dumps(read), path="x")
+    assert again == metadata
+
+
+def test_dict_makes_nothing_but_a_dict() -> None:
+    for argument in ([("a", 1)], 5, "ab", None):
+        pickled = pickle.dumps(Called(dict, argument))
+        with pytest.raises(CorruptCheckpoint, match="not readable"):
+            m.decode(pickled, path="x")
+
+
+class Called:
+    """Its pickle calls a function with an argument."""
+
+    def __init__(self, function: Any, argument: Any) -> None:
+        self.function, self.argument = function, argument
+
+    def __reduce__(self) -> Any:
+        return self.function, (self.argument,)
