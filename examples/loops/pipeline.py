@@ -1,0 +1,38 @@
+"""Pipeline stages, one a rank:  torchrun --nproc-per-node 2 examples/loops/pipeline.py RUN STEPS"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+import pyckpt
+
+dist.init_process_group()
+rank, world = dist.get_rank(), dist.get_world_size()
+device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+torch.manual_seed(0)
+layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)))
+mine = range(rank * 4 // world, (rank + 1) * 4 // world)
+for i in set(range(4)) - set(mine):
+    layers[i] = nn.Identity()  # other ranks' layers; ours keep their names
+layers.to(device)
+stage = PipelineStage(layers, rank, world, device)
+schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=lambda out, _: out.square().mean())
+optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-2)
+# Each stage has a model and an optimizer of its own, and so a name.
+state = {f"model-{rank}": layers, f"optimizer-{rank}": optimizer, "rng": pyckpt.RngState()}
+
+with pyckpt.Checkpointer(sys.argv[1], every_steps=5, keep_last=2, when_busy="wait") as checkpointer:
+    start = checkpointer.restore(state) or 0
+    for step in range(start + 1, int(sys.argv[2]) + 1):
+        batch = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)).to(device)
+        losses: list[torch.Tensor] = []
+        optimizer.zero_grad()
+        schedule.step(*([batch] if rank == 0 else []), target=batch, losses=losses)
+        optimizer.step()
+        if rank == world - 1:
+            print(f"step {step} loss {torch.stack(losses).mean().item():.9f}", flush=True)
+        checkpointer.step(step, state)
+dist.destroy_process_group()
