@@ -1,4 +1,4 @@
-"""A fine-tuning recipe: checkpoints while it trains, and at its end a model that transformers loads.
+"""A fine-tuning recipe: checkpoints on the way, at its end a model that transformers loads.
 
     python examples/integrations/recipe.py RUN [STEPS]
 
