@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import _sampling
 import pytest
 from _filesystems import KINDS, Mounts, missing
 
@@ -18,6 +20,16 @@ def require(what: str, *, available: bool) -> None:
     if os.environ.get("PYCKPT_REQUIRE_ALL") == "1":
         pytest.fail(f"needs {what}, which PYCKPT_REQUIRE_ALL=1 says is here", pytrace=False)
     pytest.skip(f"needs {what}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    _sampling.quick = "not slow" in config.option.markexpr
+
+
+def pytest_collection_finish() -> None:
+    """What was imported by now lives to the end: the collector need not visit it in each test."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

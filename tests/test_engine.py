@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from _sampling import slow
 from torch.distributed.checkpoint.api import CheckpointException
 
 import pyckpt
@@ -115,6 +116,7 @@ def test_an_error_is_raised_from_every_later_call(tmp_path: Path) -> None:
                 call()
 
 
+@pytest.mark.slow
 def test_fork(tmp_path: Path) -> None:
     """A child gets a default engine of its own, cannot use its parent's, and exits cleanly."""
     script = f"""
@@ -148,7 +150,7 @@ dcp.save(state, storage_writer=pyckpt.DirectWriter({str(tmp_path / "parent")!r})
 
 def test_waiting_holds_no_gil(tmp_path: Path) -> None:
     """A feeder that waits for room, and one that waits for the end, let other threads run."""
-    state = {f"{i}": torch.zeros(1 << 18) for i in range(64)}
+    state = {f"{i}": torch.zeros(1 << 18) for i in range(16)}
     with pyckpt.Engine(slot_bytes=4096, max_pinned_bytes=4096, io_threads=1) as engine:
         thread = threading.Thread(target=save_state, args=(state, tmp_path, engine))
         # With a switch interval this long, another thread runs only when one gives the GIL up.
@@ -163,7 +165,7 @@ def test_waiting_holds_no_gil(tmp_path: Path) -> None:
         finally:
             sys.setswitchinterval(before)
         thread.join()
-    # 64 MiB in writes of 4 KiB: had the job kept the GIL, this loop had come round but a few times.
+    # 16 MiB in writes of 4 KiB: had the job kept the GIL, this loop had come round but a few times.
     assert turns > 64
 
 
@@ -225,7 +227,7 @@ def test_there_are_more_slots_than_threads(monkeypatch: pytest.MonkeyPatch) -> N
     assert made[-1]["slots"] == 2
 
 
-@pytest.mark.parametrize("what", ["engine", "copies"])
+@pytest.mark.parametrize("what", [slow("engine"), "copies"])
 def test_memory_goes_without_the_gil(what: str) -> None:
     """Other threads of the program go on while hundreds of megabytes are given back."""
     interval = sys.getswitchinterval()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -50,6 +51,7 @@ MAY_USE = {
 }
 
 
+@cache
 def modules() -> dict[str, Path]:
     names = {}
     for path in PACKAGE.rglob("*.py"):

@@ -125,6 +125,10 @@ def test_names_are_imported_when_they_are_asked_for() -> None:
     assert known == homes
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         pyckpt.nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.slow
+def test_nothing_is_imported_before_it_is_asked_for() -> None:
     script = (
         "import sys, torch; before = {*sys.modules}; import pyckpt;"
         "print(*({*sys.modules} - before), sep='\\n')"

@@ -206,7 +206,7 @@ def _save_for_ever(pipe: Pipe, directory: Path, mib: int) -> None:
         pipe.send(value)
 
 
-@pytest.mark.parametrize("mib", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("mib", [1, slow(2), 4, slow(8), 16])
 def test_killed_while_it_writes(mib: int, tmp_path: Path) -> None:
     child = Child(_save_for_ever, tmp_path, mib)
     committed = child.receive()

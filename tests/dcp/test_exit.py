@@ -50,6 +50,7 @@ def run(path: Path, at_exit: str, waits_for: str) -> str:
     return result.stderr
 
 
+@pytest.mark.slow
 def test_finished(tmp_path: Path) -> None:
     """Python waits for the thread that saves, and the engine is there until it is through."""
     said = run(tmp_path / "new", "finish", "main thread")

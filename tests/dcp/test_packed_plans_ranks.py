@@ -195,7 +195,7 @@ def test_foreign_writer(tmp_path: Path) -> None:
 def results_sent(path: Path) -> list[tuple[bool, int]]:
     """Of each save whether the rank said all of where its items lie, and how many bytes."""
     sent: list[tuple[bool, int]] = []
-    state: dict[str, Any] = {f"{i}": torch.full((3, 5), float(i)) for i in range(2000)}
+    state: dict[str, Any] = {f"{i}": torch.full((3, 5), float(i)) for i in range(400)}
     state["columns"] = torch.arange(420.0).view(20, 21)[:, ::2]
     state["object"] = "x"
     kept: list[Any] = []
@@ -239,7 +239,7 @@ def test_results_that_are_sent(tmp_path: Path) -> None:
     """All at first, and whenever lengths change; else four bytes an item."""
     outcomes = run_ranks(2, results_sent, tmp_path)
     for sent in outcomes:
-        items = 1100
+        items = 220
         assert sent[0][0]
         assert sent[0][1] < 24 * items
         assert not sent[1][0]

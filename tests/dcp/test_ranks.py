@@ -135,7 +135,7 @@ def _load_whole(_pipe: Any, directory: Path, value: int, saved_by: int) -> None:
     load_and_compare(directory, value, saved_by, whole)
 
 
-@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("how", [slow("save"), "async_save"])
 @pytest.mark.parametrize("world", [2, slow(4)])
 def test_loads_on_any_number_of_ranks(world: int, how: str, tmp_path: Path) -> None:
     run_ranks(world, _save, tmp_path, [1, 2, 3], how)

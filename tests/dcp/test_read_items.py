@@ -291,6 +291,7 @@ def plans_like_stock(pipe: Pipe) -> int:
     return compared
 
 
+@pytest.mark.slow
 def test_plans_are_those_of_stock() -> None:
     assert run_child(plans_like_stock) > 1000
 

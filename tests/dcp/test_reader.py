@@ -71,7 +71,7 @@ def load(state: dict[str, Any], path: Path, **options: Any) -> pyckpt.DirectRead
     return reader
 
 
-@pytest.fixture(params=[1, 4], ids=lambda threads: f"{threads}-threads")
+@pytest.fixture(params=[slow(1), 4], ids=lambda threads: f"{threads}-threads")
 def tiny_engine(request: pytest.FixtureRequest) -> Iterator[pyckpt.Engine]:
     """Everything spans slots, and there are few of them."""
     with pyckpt.Engine(
@@ -269,7 +269,7 @@ def test_expanded_destination(tmp_path: Path, writer: str) -> None:
     assert state["t"].item() == 5
 
 
-@ours_and_stock
+@pytest.mark.parametrize("writer", ["ours", slow("stock")])
 def test_large_conversions(tmp_path: Path, writer: str) -> None:
     """Temporary memory is 32 MiB: what is larger is read in rows."""
     # Rows that are, and that are not, a divisor of 32 MiB; few large and many small ones.
@@ -329,7 +329,7 @@ def test_sizes(tmp_path: Path, threads: int, direct: Any) -> None:
 
 
 @pytest.mark.parametrize("direct", ["auto", slow("off")])
-@pytest.mark.parametrize("slot", [4096, 64 << 10, 8 * MIB])
+@pytest.mark.parametrize("slot", [4096, slow(64 << 10), 8 * MIB])
 def test_sizes_that_are_read_in_place(tmp_path: Path, direct: Any, slot: int) -> None:
     sizes = [MIB - 1, MIB, MIB + 4097, 2_000_003]
     saved = {f"{n}": patterned((n,), torch.uint8) for n in sizes}
@@ -872,7 +872,7 @@ def check_load(path: Path, engine: pyckpt.Engine, shift: int = 0) -> None:
         assert torch.equal(state[key], values), key
 
 
-@pytest.mark.parametrize("slots", [2, 8])
+@pytest.mark.parametrize("slots", [2, slow(8)])
 def test_load_beside_saves(tmp_path: Path, slots: int) -> None:
     dcp.save(states(), storage_writer=pyckpt.DirectWriter(tmp_path / "old"), no_dist=True)
     with pyckpt.Engine(slot_bytes=65536, max_pinned_bytes=slots * 65536, io_threads=2) as engine:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _ranks import run_ranks
+from _sampling import slow
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -134,6 +135,7 @@ def test_every_sharding_into_every_other(saved_by: Path, world: int) -> None:
     run_ranks(world, loads, saved_by, world)
 
 
+@pytest.mark.slow
 def test_one_process_puts_it_together(saved_by: Path) -> None:
     """Plain tensors, made from the metadata, without a process group."""
     for checkpoint in sorted(saved_by.iterdir()):
@@ -222,7 +224,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [3, slow(4)])
 def test_bytes_that_ranks_read(rows: Path, world: int) -> None:
     run_ranks(world, load_rows, rows)
 
@@ -439,7 +441,7 @@ def data_files(path: Path) -> list[Path]:
     return sorted(path.glob("*.distcp"), key=lambda file: int(file.name.split("_")[2]))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [slow(0), 1])
 def test_damage_that_one_rank_sees(tmp_path: Path, rank: int) -> None:
     run_ranks(2, save_halves, tmp_path, 1)
     data = data_files(tmp_path)[rank]

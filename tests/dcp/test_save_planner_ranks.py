@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _ranks import run_ranks
+from _sampling import slow
 from _staging import (
     RING,
     blank,
@@ -145,7 +146,7 @@ def several_saves(path: Path) -> Any:
     return planned, staged
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, slow(4)])
 def test_several_saves(tmp_path: Path, world: int) -> None:
     """As stock's in all but who writes what; a rank stages, from the second on, what it writes."""
     results = run_ranks(world, several_saves, tmp_path)
@@ -190,15 +191,15 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-def changes_on_one_rank(path: Path) -> None:
+def changes_on_one_rank(path: Path, names: list[str]) -> None:
     made = plans_counted()
     with engine() as own:
-        for name, change in CHANGES.items():
+        for name in names:
             state = sharded_state()
             del made[:]
             for turn in range(4):
                 if turn == 2 and dist.get_rank() == dist.get_world_size() - 1:
-                    change(state)
+                    CHANGES[name](state)
                 if turn == 3:
                     state["plain"]["0"].add_(1)
                 before = frozen(local_parts(state))
@@ -213,8 +214,9 @@ def changes_on_one_rank(path: Path) -> None:
             assert len(made) <= 1 + changed, name
 
 
-def test_changes_on_one_rank(tmp_path: Path) -> None:
-    run_ranks(2, changes_on_one_rank, tmp_path)
+@pytest.mark.parametrize("names", [["own key", "object"], slow([*CHANGES])], ids=["some", "all"])
+def test_changes_on_one_rank(tmp_path: Path, names: list[str]) -> None:
+    run_ranks(2, changes_on_one_rank, tmp_path, names)
 
 
 def placement_changes(path: Path) -> None:
@@ -450,7 +452,7 @@ def busy_on_one_rank(path: Path, planner: Any) -> None:
         assert own.native.arena_used_bytes == 0
 
 
-@pytest.mark.parametrize("planner", [dcp.DefaultSavePlanner, pyckpt.SavePlanner])
+@pytest.mark.parametrize("planner", [slow(dcp.DefaultSavePlanner), pyckpt.SavePlanner])
 def test_busy_on_one_rank(tmp_path: Path, planner: Any) -> None:
     """No rank saves, the checkpoint before stays, nobody waits for anybody."""
     run_ranks(2, busy_on_one_rank, tmp_path, planner)
@@ -484,7 +486,7 @@ def busy_error_on_one_rank(path: Path, planner: Any) -> None:
         assert own.native.arena_used_bytes == 0
 
 
-@pytest.mark.parametrize("planner", [dcp.DefaultSavePlanner, pyckpt.SavePlanner])
+@pytest.mark.parametrize("planner", [slow(dcp.DefaultSavePlanner), pyckpt.SavePlanner])
 def test_busy_error_on_one_rank(tmp_path: Path, planner: Any) -> None:
     run_ranks(2, busy_error_on_one_rank, tmp_path, planner)
 

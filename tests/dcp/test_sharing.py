@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _ranks import RanksFailed, run_ranks
+from _sampling import slow
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.device_mesh import init_device_mesh
@@ -90,7 +91,7 @@ def _replicas(path: Path) -> int:
     return count
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [slow(2), 3, slow(8)])
 def test_what_all_ranks_want_is_read_once(tmp_path: Path, ranks: int) -> None:
     path = tmp_path / "checkpoint"
     dcp.save(_state(), storage_writer=pyckpt.DirectWriter(path), no_dist=True)
@@ -269,7 +270,7 @@ def _load_refusing(path: Path, blind: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("blind", [-1, 0, 2])
+@pytest.mark.parametrize("blind", [slow(-1), 0, slow(2)])
 def test_what_a_planner_refuses_leaves_no_rank_waiting(tmp_path: Path, blind: int) -> None:
     path = tmp_path / "checkpoint"
     dcp.save(_state(), storage_writer=pyckpt.DirectWriter(path), no_dist=True)

@@ -105,7 +105,7 @@ def test_overwritten_after_the_call(tmp_path: Path, writer_options: dict[str, An
         check_saved(before, path)
 
 
-@pytest.mark.parametrize("planner", [dcp.DefaultSavePlanner, pyckpt.SavePlanner])
+@pytest.mark.parametrize("planner", [slow(dcp.DefaultSavePlanner), pyckpt.SavePlanner])
 def test_memory_is_given_back(tmp_path: Path, planner: Any) -> None:
     state = some_state()
     with engine() as own:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from _forks import status_of_child
+from _sampling import slow
 from _staging import check_saved, engine, frozen, outcome, slowed, writer_to
 
 import pyckpt
@@ -33,7 +34,7 @@ def move_to_shared_memory(tensor: torch.Tensor) -> None:
     tensor.fill_(-1)
 
 
-@pytest.mark.parametrize("change", [free, give_other_memory, move_to_shared_memory])
+@pytest.mark.parametrize("change", [free, slow(give_other_memory), move_to_shared_memory])
 def test_memory_that_the_program_gives_away(
     tmp_path: Path, change: Callable[[torch.Tensor], None]
 ) -> None:

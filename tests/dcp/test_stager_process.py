@@ -88,6 +88,7 @@ def test_several_saves(tmp_path: Path, shared: bool) -> None:
     assert max(descriptors) < 150
 
 
+@pytest.mark.slow
 def test_failures_come_back(tmp_path: Path) -> None:
     run_ranks(1, a_failure, tmp_path)
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from _columns import columns_from, plain
+from _sampling import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
@@ -146,7 +147,7 @@ def decode_natively(data: bytes) -> Metadata:
     return decoded
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(metadatas())
 def test_it_is_written_as_stock_reads_it_and_read_again(metadata: Metadata) -> None:
     check(metadata)
@@ -330,7 +331,7 @@ def broken(draw: st.DrawFn) -> Metadata:
     return metadata
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(broken())
 def test_what_is_not_so_is_refused_as_in_python(metadata: Metadata) -> None:
     data = m.encode(over_columns(metadata))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from _sampling import slow
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
@@ -269,7 +270,7 @@ def test_the_error_tells_everything(tmp_path: Path) -> None:
     assert sorted(report.left_out) == ["m.u", "m.v", "m.w"]
 
 
-@pytest.mark.parametrize("writer", ["ours", "stock"])
+@pytest.mark.parametrize("writer", ["ours", slow("stock")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_large_items(tmp_path: Path, writer: str, dtype: torch.dtype) -> None:
     """Read in pieces, some in place, or in parts of rows when converted: each byte counts."""

@@ -28,6 +28,7 @@ from _hostile import (
     text,
     write,
 )
+from _sampling import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata
@@ -158,7 +159,7 @@ def tilings(draw: Any) -> tuple[tuple[int, ...], list[Box]]:
     return size, draw(st.permutations(boxes))
 
 
-@settings(max_examples=400, derandomize=True, deadline=None)
+@settings(max_examples=examples(400), derandomize=True, deadline=None)
 @given(tilings())
 def test_tilings_as_counted(tiling: tuple[tuple[int, ...], list[Box]]) -> None:
     size, boxes = tiling

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
+from _sampling import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.utils.serialization import config
@@ -57,6 +58,7 @@ values = st.recursive(
 )
 
 
+@settings(max_examples=examples(100))
 @given(values)
 def test_same_bytes_as_torch_save_at_random(value: Any) -> None:
     assert plain.encode(value) == saved(value)

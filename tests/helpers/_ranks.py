@@ -7,6 +7,7 @@ must be a function at the top of a module.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -115,6 +116,7 @@ def _run(pipe: connection.Connection, function: Callable[..., Any], args: tuple[
 
     # Ignored, should the tests run as a job in the background of a shell.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.freeze()  # what the server has imported: to collect it would copy its pages to this child
     torch.set_num_threads(1)  # the tests run several of these on few cores
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or unin")

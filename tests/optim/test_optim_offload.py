@@ -110,6 +110,7 @@ def nbytes(tensors: list[Tensor]) -> list[int]:
     return [tensor.untyped_storage().nbytes() for tensor in tensors]
 
 
+@pytest.mark.slow
 # Of torch itself, when it first traces a step.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_rounds_are_no_reason_to_compile_again(backend: LateBackend) -> None:

@@ -68,7 +68,7 @@ def _train(
 @pytest.mark.parametrize(
     ("ranks", "how", "then", "how_then"),
     [
-        (1, "plain", 3, "ddp"),
+        slow(1, "plain", 3, "ddp"),
         slow(2, "ddp", 1, "plain"),
         (4, "fsdp2", 3, "fsdp2"),
         slow(3, "fsdp2", 2, "ddp"),
@@ -172,6 +172,7 @@ def _until_saved(checkpointer: Checkpointer, run: Run, step: int) -> int:
     raise AssertionError("nothing was saved")
 
 
+@pytest.mark.slow
 def test_ranks_may_ask_in_turn(tmp_path: Path) -> None:
     first, second = run_ranks(2, _requests_in_turn, tmp_path)
     assert first == second
@@ -193,6 +194,7 @@ def _requests_after_going_back(directory: Path) -> int:
         return _until_saved(checkpointer, run, 10)
 
 
+@pytest.mark.slow
 def test_requests_after_going_back(tmp_path: Path) -> None:
     first, second = run_ranks(2, _requests_after_going_back, tmp_path)
     assert first == second < 1_000_000
@@ -208,6 +210,7 @@ def _minutes_after_a_request(directory: Path) -> int:
         return _until_saved(checkpointer, run, step)
 
 
+@pytest.mark.slow
 def test_the_clock_goes_on_after_a_request(tmp_path: Path) -> None:
     first, second = run_ranks(2, _minutes_after_a_request, tmp_path)
     assert first == second
@@ -318,7 +321,7 @@ def _failing(directory: Path, where: str) -> tuple[int, str, list[int]]:
         return step, told, steps_of(checkpointer)
 
 
-@pytest.mark.parametrize("where", ["writing", "state"])
+@pytest.mark.parametrize("where", ["writing", slow("state")])
 @pytest.mark.parametrize("ranks", [slow(2), 3])
 def test_the_failure_of_one_is_raised_on_all_at_the_same_step(
     where: str, ranks: int, tmp_path: Path
@@ -399,7 +402,7 @@ def _odd_errors(directory: Path, when: str, who: int | None) -> list[BaseExcepti
     return found
 
 
-@pytest.mark.parametrize(("when", "who"), [("called", 0), ("called", 1), ("written", None)])
+@pytest.mark.parametrize(("when", "who"), [slow("called", 0), ("called", 1), ("written", None)])
 def test_errors_of_one_rank_that_do_not_pickle(when: str, who: int | None, tmp_path: Path) -> None:
     for found in run_ranks(2, _odd_errors, tmp_path, when, who):
         for which, error in zip(_ODD, found, strict=True):
@@ -466,7 +469,7 @@ def _corrupt_for(directory: Path, who: int, kind: type[Exception]) -> tuple[int 
     return step, run.equals(expected)
 
 
-@pytest.mark.parametrize("kind", [CorruptCheckpoint, OSError])
+@pytest.mark.parametrize("kind", [CorruptCheckpoint, slow(OSError)])
 def test_what_is_corrupt_for_one_is_passed_over_by_all(
     kind: type[Exception], tmp_path: Path
 ) -> None:
@@ -523,7 +526,7 @@ def _restore_sharded(directory: Path) -> tuple[int | None, bool, list[str]]:
         )
 
 
-@pytest.mark.parametrize("damaged", [None, slow(0), 1])
+@pytest.mark.parametrize("damaged", [slow(None), slow(0), 1])
 def test_damage_in_what_each_rank_reads_a_part_of(damaged: int | None, tmp_path: Path) -> None:
     run_ranks(2, _save_sharded, tmp_path)
     if damaged is not None:

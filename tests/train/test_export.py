@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _ranks import Child, Pipe, run_child, run_ranks
+from _sampling import slow
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -158,7 +159,7 @@ def kill(*arguments: Any) -> None:
     assert child.join() == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("before", ["100KB", "1GB"])
+@pytest.mark.parametrize("before", ["100KB", slow("1GB")])
 def test_killed_while_it_replaces_another(before: str, tmp_path: Path) -> None:
     old = save(tmp_path / "old", {"model": model()})
     new = save(tmp_path / "new", {"model": other_model()})
@@ -340,7 +341,7 @@ def _sharded(directory: Path) -> None:
     save(directory, {"model": state})
 
 
-@pytest.mark.parametrize("piece", [1024, 16 << 20])
+@pytest.mark.parametrize("piece", [slow(1024), 16 << 20])
 def test_sharded_along_all_dimensions(
     piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,7 +375,7 @@ def _memory(_pipe: Pipe, directory: Path, format: Any) -> int:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [FORMATS[0], *map(slow, FORMATS[1:])])
 def test_memory_is_bounded(format: Any, tmp_path: Path) -> None:
     save(tmp_path / "small", {"model": {"w": torch.ones(10)}})
     save(tmp_path / "large", {"model": {"w": torch.ones(100, 1 << 20)}})

@@ -137,7 +137,9 @@ def load_model(path: str, more: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("consolidate", [False, slow(True)])
-@pytest.mark.parametrize(("saved", "restored"), [slow(2, 2), (1, 3), (3, 2), slow(2, 4), (4, 1)])
+@pytest.mark.parametrize(
+    ("saved", "restored"), [slow(2, 2), (1, 3), (3, 2), slow(2, 4), slow(4, 1)]
+)
 def test_totals(saved: int, restored: int, consolidate: bool, tmp_path: Path) -> None:
     path = str(tmp_path)
     before = run_ranks(saved, save_model, path, consolidate)
@@ -181,7 +183,7 @@ def load_sum(path: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("consolidate", [False, True])
-@pytest.mark.parametrize("first", [20, 10])
+@pytest.mark.parametrize("first", [20, slow(10)])
 def test_where_others_lose_half(first: float, consolidate: bool, tmp_path: Path) -> None:
     """20 and 40 are 60: Lightning 2.6.6 restores 20 and 20. 10 and 20 are 30: DCP restores the
     local states as 10 and 10, and the synchronised one as 30 and 30."""
@@ -236,7 +238,7 @@ def load_unreduced(path: str, reduction: Any) -> list[float]:
     return [float(value) for value in metric.values]
 
 
-@pytest.mark.parametrize("reduction", [None, total_of_values])
+@pytest.mark.parametrize("reduction", [None, slow(total_of_values)])
 def test_unreduced(reduction: Any, tmp_path: Path) -> None:
     path = str(tmp_path)
     run_ranks(2, save_unreduced, path, reduction, 3, False)
@@ -344,7 +346,7 @@ def load_groups(path: str) -> dict[str, Any]:
     return {name: value.tolist() for name, value in metrics.compute().items()}
 
 
-@pytest.mark.parametrize("consolidate", [False, True])
+@pytest.mark.parametrize("consolidate", [False, slow(True)])
 def test_groups_that_not_all_ranks_know(consolidate: bool, tmp_path: Path) -> None:
     run_ranks(2, save_uneven_groups, str(tmp_path), consolidate)
     expected = collection()
@@ -481,7 +483,7 @@ def extremes(path: str, save: bool, consolidate: bool = False) -> list[float]:
     return [metric.min_val.item(), metric.max_val.item()]
 
 
-@pytest.mark.parametrize("consolidate", [False, True])
+@pytest.mark.parametrize("consolidate", [False, slow(True)])
 def test_extremes_are_restored(consolidate: bool, tmp_path: Path) -> None:
     path = str(tmp_path)
     assert run_ranks(2, extremes, path, True, consolidate) == [[-3.0, 2.0], [-8.0, 2.0]]

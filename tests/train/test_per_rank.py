@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _ranks import RanksFailed, run_ranks
+from _sampling import slow
 
 import pyckpt
 from pyckpt.errors import CorruptCheckpoint, LoadError
@@ -83,7 +84,7 @@ def test_each_rank_gets_its_own(tmp_path: Path) -> None:
         load_loader(path, Loader)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [slow(1), 2, slow(4)])
 def test_merge(world: int, tmp_path: Path) -> None:
     run_ranks(2, save_loaders, str(tmp_path), Merging)
     expected = [10, 20] if world == 2 else [30 // world] * world

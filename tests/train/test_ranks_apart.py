@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _ranks import TIMEOUT_S, Child, Pipe, run_ranks
+from _sampling import slow
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
@@ -83,7 +84,7 @@ def _saves_without_threads(directory: Path, when: str) -> list[str]:
     return [str(entry) for entry in checkpointer.inspect(verify=True)]
 
 
-@pytest.mark.parametrize("when", ["once", "always"])
+@pytest.mark.parametrize("when", [slow("once"), "always"])
 def test_a_rank_without_threads_saves_all_the_same(when: str, tmp_path: Path) -> None:
     for entries in run_ranks(2, _saves_without_threads, tmp_path, when):
         assert entries == [f"step-0000000{step}: valid" for step in (1, 2, 3, 4)]

@@ -167,7 +167,7 @@ def assert_same(found: Any, expected: Any, name: str = "state", *, exact: bool) 
         ("AdamW", ("fsdp2", 4), ("plain", 1)),
         slow("AdamW", ("plain", 1), ("fsdp2", 4)),
         slow("AdamW", ("fsdp2", 2), ("fsdp2", 3)),
-        ("AdamW", ("compiled-ddp", 2), ("fsdp2", 1)),
+        slow("AdamW", ("compiled-ddp", 2), ("fsdp2", 1)),
         slow("NAdam", ("ddp", 4), ("fsdp2", 3)),
         ("NAdam", ("fsdp2", 2), ("fsdp2", 2)),
         slow("NAdam", ("fsdp2", 3), ("ddp", 2)),
@@ -190,7 +190,7 @@ def test_training_goes_on(
     assert set(expected["optimizer"]["state"]) == names - {"frozen", "back.weight", "seen"}
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "fsdp2-kept-whole"])
+@pytest.mark.parametrize("kind", ["fsdp2", slow("fsdp2-kept-whole")])
 def test_an_evaluation_before_the_save(tmp_path: Path, kind: str) -> None:
     """It leaves the parameters whole in FSDP2's modules, and those are not the optimizer's."""
     expected, names = run_ranks(2, save_evaluated, str(tmp_path), kind)[0]
