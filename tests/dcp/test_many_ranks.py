@@ -129,6 +129,7 @@ def saves_of_four(path: Path) -> None:
     dcp.save(state, storage_writer=pyckpt.DirectWriter(path, sync_files=False))
 
 
+@pytest.mark.slow
 def test_eight_ranks_load_what_four_saved(tmp_path: Path) -> None:
     run_ranks(4, saves_of_four, tmp_path)
     run_ranks(8, loads_of_eight, tmp_path)

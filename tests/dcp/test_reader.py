@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from _sampling import slow
+from _sampling import examples, slow
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -35,7 +35,7 @@ MIB = 1 << 20
 SETTINGS = settings(
     deadline=None,
     derandomize=True,
-    max_examples=40,
+    max_examples=examples(40),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 

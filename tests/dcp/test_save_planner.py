@@ -240,6 +240,7 @@ def test_state_dicts_that_take_turns(
     assert len(plans_made) == len(states)
 
 
+@pytest.mark.slow
 def test_plans_least_recently_used_are_forgotten(
     tmp_path: Path, small_engine: pyckpt.Engine, plans_made: list[int]
 ) -> None:

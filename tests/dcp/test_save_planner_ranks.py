@@ -245,6 +245,7 @@ def placement_changes(path: Path) -> None:
                 check_all(state, before, to)
 
 
+@pytest.mark.slow
 def test_placement_changes(tmp_path: Path) -> None:
     run_ranks(2, placement_changes, tmp_path)
 

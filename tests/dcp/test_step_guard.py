@@ -286,6 +286,7 @@ def zero_redundancy(path: Path) -> None:
             check_saved(before, path / str(turn))
 
 
+@pytest.mark.slow
 def test_zero_redundancy_optimizer(tmp_path: Path) -> None:
     run_ranks(1, zero_redundancy, tmp_path)
 

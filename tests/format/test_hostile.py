@@ -184,6 +184,7 @@ def test_many_chunks_take_as_long_as_sorting_them() -> None:
     assert not _C.is_tiling(size, offsets, sizes)
 
 
+@pytest.mark.slow
 def test_chunks_that_cannot_be_compared_are_refused() -> None:
     """Cut at random, again and again, in 24 dimensions: what ends somewhere ends alone."""
     dims = 24

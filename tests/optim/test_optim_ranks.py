@@ -6,6 +6,7 @@ import copy
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from _optimizers import places
@@ -219,6 +220,7 @@ def dtypes() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_dtensor_state_of_another_dtype() -> None:
     for result in run_ranks(2, dtypes):
         assert result == {"loaded": [torch.bfloat16] * 3, "repaired": 4, "again": 0}

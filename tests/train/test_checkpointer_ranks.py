@@ -219,7 +219,7 @@ def test_the_clock_goes_on_after_a_request(tmp_path: Path) -> None:
 def _minutes(directory: Path) -> list[int]:
     run = Run()
     # By the clocks of the others it would be due at every step.
-    minutes = 0.5 / 60 if dist.get_rank() == 0 else 1e-9
+    minutes = 0.2 / 60 if dist.get_rank() == 0 else 1e-9
     with Checkpointer(directory, every_minutes=minutes) as checkpointer:
         saved: list[int] = []
         step = 0
@@ -526,7 +526,8 @@ def _restore_sharded(directory: Path) -> tuple[int | None, bool, list[str]]:
         )
 
 
-@pytest.mark.parametrize("damaged", [slow(None), slow(0), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("damaged", [None, 0, 1])
 def test_damage_in_what_each_rank_reads_a_part_of(damaged: int | None, tmp_path: Path) -> None:
     run_ranks(2, _save_sharded, tmp_path)
     if damaged is not None:

@@ -194,6 +194,7 @@ def test_where_others_lose_half(first: float, consolidate: bool, tmp_path: Path)
     assert run_ranks(1, load_sum, path) == [(3 * first, 3 * first)]
 
 
+@pytest.mark.slow
 def test_order_of_joined_states(tmp_path: Path) -> None:
     """That of the ranks, as synchronising would have joined them."""
     before = run_ranks(4, save_model, str(tmp_path), False)
@@ -256,6 +257,7 @@ def test_unreduced_without_updates(tmp_path: Path) -> None:
     assert run_ranks(3, load_unreduced, str(tmp_path), None) == [[], [], []]
 
 
+@pytest.mark.slow
 def test_unreduced_is_not_consolidated(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match="the state values has no reduction"):
         run_ranks(2, save_unreduced, str(tmp_path / "two"), None, 1, True)

@@ -161,6 +161,7 @@ def test_generators_go_on(tmp_path: Path) -> None:
     assert run_ranks(1, load_random, path) == expected[:1]
 
 
+@pytest.mark.slow
 def test_generators_of_new_ranks(tmp_path: Path) -> None:
     path = str(tmp_path)
     expected = run_ranks(2, save_random, path, False)
@@ -171,6 +172,7 @@ def test_generators_of_new_ranks(tmp_path: Path) -> None:
     assert run_ranks(4, load_random, path) == found
 
 
+@pytest.mark.slow
 def test_generators_that_were_in_step_stay_so(tmp_path: Path) -> None:
     path = str(tmp_path)
     expected = run_ranks(2, save_random, path, True)
