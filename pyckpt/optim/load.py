@@ -9,18 +9,17 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
+from pyckpt.optim.matching import listed, match_params
 from pyckpt.optim.mover import dtype_fits, misplaced, name_of, relocate
+from pyckpt.optim.own_loading import FLAGS, load_by_itself, loads_itself, saved_tensors
 from pyckpt.optim.places import Placement, Resolver, found
 from pyckpt.optim.tensors import Path, any_index, is_dtensor, leaves, mapped, replace
 from pyckpt.optim.transfer import Request, place
-from pyckpt.optim.wrappers import held, known_members, layers, members, relinked, unwrapped
+from pyckpt.optim.wrappers import held, layers, members, relinked, unwrapped
 
 __all__ = ["load_state_dict"]
 
-# These say how a step runs, not what it computes. So the program decides them, not the checkpoint.
-_FLAGS = ("capturable", "differentiable", "foreach", "fused")
 _CPU = torch.device("cpu")
 
 
@@ -67,8 +66,8 @@ def load_state_dict(
     optimizer = unwrapped(optimizer)
     if not hasattr(optimizer, "load_state_dict"):
         members(optimizer)  # raises a TypeError that names the class
-    if _loads_itself(optimizer):
-        _delegate(optimizer, state_dict, flags)
+    if loads_itself(optimizer):
+        load_by_itself(optimizer, state_dict, flags)
     else:
         _load(optimizer, state_dict, flags)
     relink()
@@ -81,7 +80,7 @@ def _check_passed_on(optimizer: Any, state_dict: dict[str, Any]) -> None:
     if not inner:
         return
     loaded: dict[int, set[Hashable]] = defaultdict(set)
-    for param, path in _saved_tensors(optimizer, state_dict):
+    for param, path in saved_tensors(optimizer, state_dict):
         loaded[param].add(path[0])
     for name, other in inner.items():
         lost = set()
@@ -97,15 +96,10 @@ def _check_passed_on(optimizer: Any, state_dict: dict[str, Any]) -> None:
                         lost |= missing & native
         if lost:
             raise ValueError(
-                f"{type(optimizer).__qualname__} has loaded {_some(sorted(map(str, lost)))}, and "
+                f"{type(optimizer).__qualname__} has loaded {listed(sorted(map(str, lost)))}, and "
                 f"the {type(other).__qualname__} that it steps, in its attribute {name}, has not, "
                 f"and would begin anew; load that one instead."
             )
-
-
-def _loads_itself(optimizer: Any) -> bool:
-    own = getattr(type(optimizer), "load_state_dict", None)
-    return own is not Optimizer.load_state_dict
 
 
 # --- loading ------------------------------------------------------------------------------------
@@ -117,7 +111,7 @@ def _load(optimizer: Any, state_dict: dict[str, Any], flags: str) -> None:
         result = pre_hook(optimizer, state_dict)
         if result is not None:
             state_dict = result
-    params = _matched(optimizer, state_dict)
+    params = match_params(optimizer, state_dict)
     groups = _groups(optimizer, state_dict["param_groups"], flags)
     state = _state(optimizer, state_dict["state"], params, groups)
     optimizer.__setstate__({"state": state, "param_groups": groups})
@@ -138,69 +132,6 @@ def _tell_scaler(optimizer: Any) -> None:
         optimizer._step_supports_amp_scaling = all(g.get("fused") for g in optimizer.param_groups)
 
 
-def _matched(optimizer: Any, state_dict: dict[str, Any]) -> dict[Any, tuple[int, Tensor]]:
-    """For each id in the checkpoint, the index of the group, and the parameter.
-
-    Raises:
-        ValueError: groups or parameters are missing or left over.
-    """
-    live, saved = optimizer.param_groups, state_dict["param_groups"]
-    if len(live) != len(saved):
-        raise ValueError(
-            f"The optimizer has {len(live)} parameter groups and the checkpoint {len(saved)}: "
-            f"groups {_range(len(live), len(saved))} are "
-            f"{'not in the checkpoint' if len(live) > len(saved) else 'not in the optimizer'}."
-        )
-    matched: dict[Any, tuple[int, Tensor]] = {}
-    for index, (group, other) in enumerate(zip(live, saved, strict=True)):
-        params, ids = group["params"], other["params"]
-        names, saved_names = group.get("param_names"), other.get("param_names")
-        common = set(names or ()) & set(saved_names or ())
-        if len(params) != len(ids) or (common and set(names) != set(saved_names)):
-            raise ValueError(_mismatch(index, len(params), len(ids), names, saved_names))
-        if common:
-            by_name = dict(zip(saved_names, ids, strict=True))
-            ids = [by_name[name] for name in names]
-        matched.update({i: (index, param) for i, param in zip(ids, params, strict=True)})
-    strays = [
-        key
-        for key, entry in state_dict["state"].items()
-        if isinstance(key, int)
-        and isinstance(entry, dict)
-        and key not in matched
-        and key not in optimizer.state
-    ]
-    if strays:
-        raise ValueError(
-            f"The checkpoint has state of parameters {_some(strays)}, which are in none of its "
-            f"groups."
-        )
-    return matched
-
-
-def _mismatch(
-    index: int, live: int, saved: int, names: list[str] | None, saved_names: list[str] | None
-) -> str:
-    text = f"Group {index} has {live} parameters and the checkpoint's {saved}: "
-    if names and saved_names:
-        absent = [name for name in names if name not in set(saved_names)]
-        extra = [name for name in saved_names if name not in set(names)]
-        parts = [f"{_some(absent)} not in the checkpoint"] * bool(absent)
-        parts += [f"{_some(extra)} not in the optimizer"] * bool(extra)
-        return text + ("; ".join(parts) or "some names occur twice") + "."
-    where = "the checkpoint" if live > saved else "the optimizer"
-    return text + f"parameters {_range(live, saved)} of the group are not in {where}."
-
-
-def _range(a: int, b: int) -> str:
-    return _some(list(range(min(a, b), max(a, b))))
-
-
-def _some(names: list[Any], limit: int = 8) -> str:
-    listed = ", ".join(repr(name) for name in names[:limit])
-    return listed + (f" and {len(names) - limit} more" if len(names) > limit else "")
-
-
 def _groups(optimizer: Any, saved: list[dict[str, Any]], flags: str) -> list[dict[str, Any]]:
     """The saved options, in the live groups, with tensors where the live ones are."""
     groups: list[dict[str, Any]] = []
@@ -210,7 +141,7 @@ def _groups(optimizer: Any, saved: list[dict[str, Any]], flags: str) -> list[dic
     for index, (live, other) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
         options = {key: value for key, value in other.items() if key != "params"}
         if flags == "live":
-            for flag in _FLAGS:
+            for flag in FLAGS:
                 options.pop(flag, None)
                 if flag in live:
                     options[flag] = live[flag]
@@ -337,105 +268,3 @@ def _request(wanted: Placement, param: Tensor, tensor: Tensor) -> Request:
     fits = wanted.dtype is None or dtype_fits(tensor, wanted.dtype, exact=True)
     device = home if wanted.kind == "device" else _CPU
     return Request(tensor, device, None if fits else wanted.dtype, wanted.kind == "pinned")
-
-
-# --- optimizers that load themselves -------------------------------------------------------------
-
-
-def _delegate(optimizer: Any, state_dict: dict[str, Any], flags: str) -> None:
-    holders = known_members(optimizer)
-    groups = [getattr(o, "param_groups", []) for o in [optimizer, *holders]]
-    before = [[{f: g[f] for f in _FLAGS if f in g} for g in some] for some in groups]
-    _check_offloaded(optimizer, state_dict)
-    # Some write into their argument, so the containers are copied. The tensors are not.
-    given = mapped(state_dict, lambda _, leaf: leaf)
-    optimizer.load_state_dict(given)
-    if flags == "live":
-        after = [getattr(o, "param_groups", []) for o in [optimizer, *holders]]
-        for old, new in zip(before, after, strict=True):
-            for kept, group in zip(old, new, strict=True):
-                for flag in _FLAGS:
-                    group.pop(flag, None)
-                group.update(kept)
-    saved = _saved_tensors(optimizer, state_dict)
-    theirs = {id(tensor) for _, tensor in leaves(state_dict)}
-    for member in known_members(optimizer):
-        _restore(member, saved, theirs)
-        relocate(misplaced(member, exact=True), exact=True)
-
-
-def _check_offloaded(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Check what torchao's CPUOffloadOptimizer does not check.
-
-    Raises:
-        ValueError: the checkpoint is of another number of parameters.
-    """
-    live, saved = getattr(optimizer, "optim_dict", None), state_dict.get("offloaded")
-    if live is None or saved is None:
-        return
-    if len(live) != len(saved):
-        raise ValueError(
-            f"The optimizer has {len(live)} offloaded parameters and the checkpoint {len(saved)}."
-        )
-    if (optimizer.d_opt is None) != ("on-device" not in state_dict):
-        where = "the checkpoint" if optimizer.d_opt is None else "the optimizer"
-        raise ValueError(f"Only {where} has parameters that are not offloaded.")
-
-
-def _saved_tensors(optimizer: Any, state_dict: dict[str, Any]) -> dict[tuple[int, Path], Tensor]:
-    """The tensors of a state dict of the usual form, by parameter and path; empty for others."""
-    saved, live = state_dict.get("param_groups"), getattr(optimizer, "param_groups", None)
-    state = state_dict.get("state")
-    if not isinstance(saved, list) or not isinstance(state, dict) or live is None:
-        return {}
-    ids = [i for group in saved for i in group.get("params", [])]
-    params = [param for group in live for param in group["params"]]
-    if len(ids) != len(params):
-        return {}
-    return {
-        (id(param), path): tensor
-        for i, param in zip(ids, params, strict=True)
-        for path, tensor in leaves(state.get(i))
-    }
-
-
-def _restore(optimizer: Any, saved: dict[tuple[int, Path], Tensor], theirs: set[int]) -> None:
-    """Load tensors again that the optimizer's own method has rounded, and copy tensors of the
-    caller's that it has kept."""
-    resolver = Resolver(optimizer)
-    owners: list[tuple[Any, Path]] = []
-    requests: list[Request] = []
-    for index, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            state = optimizer.state.get(param, {})
-            for path, tensor in leaves(state):
-                source = saved.get((id(param), path))
-                wanted = resolver.wanted(index, param, path, state, tensor)
-                if source is not None and _was_rounded(source, tensor, wanted):
-                    requests.append(Request(source, tensor.device, wanted.dtype))
-                elif id(tensor) in theirs:
-                    requests.append(Request(tensor, tensor.device))
-                else:
-                    continue
-                owners.append((state, path))
-    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    for key, state in optimizer.state.items():
-        for path, tensor in leaves(state, (key,)) if id(key) not in params else ():
-            if id(tensor) in theirs:
-                requests.append(Request(tensor, tensor.device))
-                owners.append((optimizer.state, path))
-    for (state, path), tensor in zip(owners, place(requests), strict=True):
-        replace(state, path, tensor)
-
-
-def _was_rounded(source: Tensor, tensor: Tensor, wanted: Placement) -> bool:
-    return (
-        wanted.dtype is not None
-        and source.is_floating_point()
-        and tensor.is_floating_point()
-        and not is_dtensor(source)
-        and tensor.dtype != wanted.dtype
-        and source.dtype.itemsize > tensor.dtype.itemsize
-        and source.shape == tensor.shape
-        and torch.equal(source.to(tensor.dtype).to(tensor.device), tensor)
-    )

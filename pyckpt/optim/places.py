@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pyckpt.optim.learning import Learned, Spec, learn
+from pyckpt.optim.clone import Spec
+from pyckpt.optim.learning import Learned, learn
 from pyckpt.optim.tensors import Path, any_index, is_dtensor, leaves
 from pyckpt.optim.wrappers import added_to, members
 
