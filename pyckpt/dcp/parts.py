@@ -5,11 +5,15 @@ It travels in the plan's ``storage_data``, which is the writer's, or the reader'
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from weakref import WeakSet
+
+from torch.distributed.checkpoint.planner import SavePlan
 
 from pyckpt.dcp.report import some
 from pyckpt.errors import CheckpointReplaced, SaveError
@@ -20,8 +24,11 @@ __all__ = [
     "Skipped",
     "host_name",
     "name_ranks",
+    "parts_by_rank",
     "refuse_mismatch",
     "refuse_mixture",
+    "skipped",
+    "with_part",
 ]
 
 _RANKS_SHOWN = 8
@@ -50,6 +57,39 @@ class Skipped:
 
     save_id: str
     """Of the part that this answers."""
+
+
+# Parts that a coordinator has seen. A planner may keep a plan, with the part in it, and return it
+# again at a later save. That part does not describe the later save.
+_seen: WeakSet[Part] = WeakSet()
+
+
+def with_part(plan: SavePlan, part: Part) -> SavePlan:
+    """A rank's plan that tells the coordinator of the rank's part."""
+    return dataclasses.replace(plan, storage_data=part)
+
+
+def parts_by_rank(plans: Sequence[SavePlan]) -> dict[int, Part]:
+    """What the ranks told the coordinator of this save. A rank is missing if its planner has lost
+    its part, or has returned the part of an earlier save."""
+    parts = [part for plan in plans if (part := _part_of(plan)) is not None and part not in _seen]
+    _seen.update(parts)
+    return {part.rank: part for part in parts}
+
+
+def skipped(plans: Sequence[SavePlan]) -> list[SavePlan]:
+    """The plans with the answer that nobody saves, to all ranks that told of their part."""
+    return [
+        plan
+        if (part := _part_of(plan)) is None
+        else dataclasses.replace(plan, storage_data=Skipped(part.save_id))
+        for plan in plans
+    ]
+
+
+def _part_of(plan: SavePlan) -> Part | None:
+    part = plan.storage_data
+    return part if isinstance(part, Part) else None
 
 
 @lru_cache(maxsize=1)

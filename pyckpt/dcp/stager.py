@@ -14,19 +14,17 @@ import torch
 
 from pyckpt import _C, guard
 from pyckpt.collector import collector_paused
-from pyckpt.dcp.leaves import Leaves
-from pyckpt.dcp.staging import CopyRecipe, Staging
+from pyckpt.dcp.recipes import CopyRecipe, Recipes
+from pyckpt.dcp.staging import Staging
 from pyckpt.engine import Engine, default_engine
-from pyckpt.errors import EngineClosed, StagerBusy
+from pyckpt.errors import StagerBusy
 from pyckpt.locks import fork_safe_lock
 from pyckpt.optim.wrappers import changes_outside_of_step
 from pyckpt.timeline import named
 
-__all__ = ["PinnedStager", "default_stager"]
+__all__ = ["PinnedStager"]
 
 _logger = logging.getLogger("pyckpt")
-
-_RECIPES_MAX = 8  # that a stager remembers, for as many shapes of state dicts
 
 
 class PinnedStager:
@@ -95,7 +93,7 @@ class PinnedStager:
         self.use_async_staging = use_async_staging
         self._engine = engine
         self._lock = fork_safe_lock()
-        self._recipes: list[CopyRecipe] = []
+        self._recipes = Recipes()
         self._in_flight: list[weakref.ref[Staging]] = []
         self._finisher: ThreadPoolExecutor | None = None
         self._failure: BaseException | None = None
@@ -153,7 +151,7 @@ class PinnedStager:
             OSError: the system does not have that much memory.
             CudaError: the memory could not be registered.
         """
-        recipe, leaves = self._recipe_of(state_dict)
+        recipe, leaves = self._recipes.of(state_dict)
         sources = recipe.leaves.sources(leaves)
         devices = {s.get_device() for s in sources if isinstance(s, torch.Tensor) and s.is_cuda}
         needed = recipe.needed_bytes(leaves, None)
@@ -197,7 +195,7 @@ class PinnedStager:
                 it has none, nothing was copied.
         """
         with named("stage"), collector_paused():
-            recipe, leaves = self._recipe_of(state_dict)
+            recipe, leaves = self._recipes.of(state_dict)
             wanted = recipe.wanted() if direct else None
             busy = self._busy(recipe, leaves, wanted) if direct else None
             if busy is not None:
@@ -269,18 +267,6 @@ class PinnedStager:
             copy.detach().to("cpu", copy=True) if copy is not None and copy is source else copy
             for source, copy in zip(sources, copies, strict=True)
         ]
-
-    def _recipe_of(self, state_dict: dict[str, Any]) -> tuple[CopyRecipe, list[Any]]:
-        for recipe in self._recipes:
-            leaves = recipe.tree.match(state_dict)
-            if leaves is not None:
-                return recipe, leaves
-        tree = _C.StateTree(state_dict)
-        leaves = tree.match(state_dict)
-        assert leaves is not None
-        recipe = CopyRecipe(tree, Leaves(leaves))
-        self._recipes = [recipe, *self._recipes[: _RECIPES_MAX - 1]]
-        return recipe, leaves
 
     def _guarded_storages(self) -> _C.StorageSet | None:
         guarded = [o for o in self.optimizers if not changes_outside_of_step(o)]
@@ -373,37 +359,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-class _SharedStager(PinnedStager):
-    """The stager that writers share if they were given none. It knows of no optimizers and does not
-    keep its engine alive. It keeps no failures, since the next save may be another writer's."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__()
-        self._shared_engine = weakref.ref(engine)
-
-    @property
-    def engine(self) -> Engine:
-        engine = self._shared_engine()
-        if engine is None:
-            raise EngineClosed("the engine that this stager copied with is gone")
-        return engine
-
-    def keep_failure(self, error: BaseException) -> None:
-        pass
-
-
-_shared_lock = fork_safe_lock()
-# Keyed by the native half, since engines of equal settings are equal, but not the same.
-_shared: weakref.WeakKeyDictionary[_C.Engine, PinnedStager] = weakref.WeakKeyDictionary()
-
-
-def default_stager(engine: Engine | None) -> PinnedStager:
-    """The stager of writers that were not given one; one for each engine."""
-    engine = default_engine() if engine is None else engine
-    with _shared_lock:
-        stager = _shared.get(engine.native)
-        if stager is None:
-            stager = _shared[engine.native] = _SharedStager(engine)
-        return stager

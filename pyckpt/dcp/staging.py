@@ -6,61 +6,19 @@ import logging
 import os
 import threading
 from concurrent.futures import Future
-from itertools import repeat
-from typing import Any, Protocol
-
-import torch
+from typing import Protocol
 
 from pyckpt import _C, guard
 from pyckpt.collector import CollectorPause
-from pyckpt.dcp.leaves import Leaves, is_plain_type
 from pyckpt.dcp.plans import KnownPlan
+from pyckpt.dcp.recipes import CopyRecipe
 from pyckpt.errors import EngineClosed, StagerBusy
 from pyckpt.locks import Latch, fork_safe_lock
 from pyckpt.timeline import named
 
-__all__ = ["CopyRecipe", "Owner", "Staging"]
+__all__ = ["Owner", "Staging"]
 
 _logger = logging.getLogger("pyckpt")
-
-_REGION_GRAIN = _C.page_bytes
-_SMALL = _C.small_source_bytes  # smaller ones lie beside each other in one region
-_SMALL_GRAIN = _C.small_alignment_bytes
-
-
-class CopyRecipe:
-    """How a stager copies state dicts of one shape."""
-
-    def __init__(self, tree: _C.StateTree, leaves: Leaves) -> None:
-        self.tree = tree
-        self.leaves = leaves
-        self.plan: KnownPlan | None = None
-        """What this rank writes of such a state dict; None until all ranks have agreed on it."""
-
-    def wanted(self) -> bytes | None:
-        """Which leaves this rank will write, a byte each; None for all."""
-        plan = self.plan
-        return plan.wanted() if plan is not None and plan.is_remembered() else None
-
-    def needed_bytes(self, leaves: list[Any], wanted: bytes | None) -> int:
-        """Bytes of the copies of the leaves that are wanted, at most."""
-        sources = self.leaves.sources(leaves)
-        mask = repeat(1) if wanted is None else self.leaves.sources_wanted(leaves, wanted)
-        # Row-major tensors that are the same memory are copied once.
-        sizes = {
-            (source.data_ptr(), source.nbytes)
-            if source.is_contiguous()
-            else id(source): source.nbytes
-            for source, is_wanted in zip(sources, mask, strict=False)
-            if is_wanted
-            and isinstance(source, torch.Tensor)
-            and is_plain_type(source)
-            and source.layout is torch.strided
-        }
-        small = sum(size + _SMALL_GRAIN for size in sizes.values() if size < _SMALL)
-        large = sum(size + _REGION_GRAIN for size in sizes.values() if size >= _SMALL)
-        # The small ones lie in two regions: one for those that steps wait for, one for the others.
-        return small + large + 2 * _REGION_GRAIN
 
 
 class Owner(Protocol):

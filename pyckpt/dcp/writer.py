@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import logging
 import os
@@ -12,7 +11,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from weakref import WeakSet
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -25,11 +23,20 @@ from pyckpt import _C
 from pyckpt.collector import collector_paused
 from pyckpt.dcp.commit import DataFile, Destination, describe
 from pyckpt.dcp.committed import refer_to_file
+from pyckpt.dcp.default_stager import default_stager
 from pyckpt.dcp.global_plan import GlobalPlan, global_plan_of
 from pyckpt.dcp.known_planners import planner_is_known
-from pyckpt.dcp.parts import Part, Skipped, host_name, refuse_mismatch
+from pyckpt.dcp.parts import (
+    Part,
+    Skipped,
+    host_name,
+    parts_by_rank,
+    refuse_mismatch,
+    skipped,
+    with_part,
+)
 from pyckpt.dcp.shared import StagedStateDict
-from pyckpt.dcp.stager import PinnedStager, default_stager
+from pyckpt.dcp.stager import PinnedStager
 from pyckpt.dcp.staging import Staging
 from pyckpt.dcp.writing import PlannedItems, WriteProgress, tell_fallback
 from pyckpt.engine import Engine, abandoned, default_engine
@@ -40,10 +47,6 @@ from pyckpt.timeline import named
 __all__ = ["DirectWriter"]
 
 _logger = logging.getLogger("pyckpt")
-
-# Parts that a coordinator has seen. A planner may keep a plan, with the part in it, and return it
-# again at a later save. That part does not describe the later save.
-_seen: WeakSet[Part] = WeakSet()
 
 
 class DirectWriter(StorageWriter):
@@ -282,26 +285,17 @@ class DirectWriter(StorageWriter):
             save_id=self._save_id,
             has_room=staging is None or staging.has_room,
         )
-        return _with_part(plan, part)
+        return with_part(plan, part)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._alone = len(plans) == 1
-        parts = [_part_of(plan) for plan in plans]
-        self._parts = {part.rank: part for part in parts if part is not None and part not in _seen}
-        _seen.update(self._parts.values())
+        self._parts = parts_by_rank(plans)
         if self._parts:
             refuse_mismatch(list(self._parts.values()))
         self._plan = global_plan_of(plans)
         self._skips = not all(part.has_room for part in self._parts.values())
-        if self._skips:
-            # If one rank has no memory for a save, none of them saves.
-            plans = [
-                plan
-                if part is None
-                else dataclasses.replace(plan, storage_data=Skipped(part.save_id))
-                for plan, part in zip(plans, parts, strict=True)
-            ]
-        return plans
+        # If one rank has no memory for a save, none of them saves.
+        return skipped(plans) if self._skips else plans
 
     def _is_skipped(self, plan: SavePlan) -> bool:
         # A planner may have kept the answer to another save.
@@ -475,15 +469,6 @@ class DirectWriter(StorageWriter):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, staged=Future(), written=Future())
-
-
-def _part_of(plan: SavePlan) -> Part | None:
-    part = plan.storage_data
-    return part if isinstance(part, Part) else None
-
-
-def _with_part(plan: SavePlan, part: Part) -> SavePlan:
-    return dataclasses.replace(plan, storage_data=part)
 
 
 def _has_company() -> bool:

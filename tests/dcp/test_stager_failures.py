@@ -20,7 +20,7 @@ from _staging import RING, check_saved, engine, frozen, outcome, overwrite, writ
 from torch.distributed.checkpoint import FileSystemWriter
 
 import pyckpt
-from pyckpt.dcp.stager import default_stager
+from pyckpt.dcp.default_stager import default_stager
 from pyckpt.dcp.staging import Staging
 from pyckpt.errors import EngineClosed, StagerBusy
 
