@@ -1,4 +1,4 @@
-"""Whether what was read is what was saved."""
+"""Checks that the bytes that a load reads are the bytes that were saved."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ __all__ = ["Check", "Verification", "damaged"]
 
 @dataclass(slots=True)
 class Check:
-    """What to verify of a tensor once its parts are read."""
+    """The check of one saved tensor, which is made when its parts are read."""
 
     key: str
     info: StorageInfo
     payload: Payload
     tiles: list[tuple[int, int, int]]
-    """Of the payload's bytes that were read: the first, the one behind the last, their CRC-32."""
+    """The runs of the payload's bytes that were read. Each is the offset of its first byte, the
+    offset behind its last byte, and the CRC-32 of its bytes."""
 
 
 class Verification:
@@ -32,13 +33,13 @@ class Verification:
 
     Args:
         path: directory of the checkpoint.
-        enabled: whether to compare checksums; if not, all that is read counts as unverified.
+        enabled: whether to compare checksums. If not, everything that is read counts as unverified.
     """
 
     def __init__(self, path: Path, *, enabled: bool) -> None:
         self.enabled = enabled
         self.unverified: set[str] = set()
-        """Keys of what was read, and could not be checked."""
+        """Keys of items that were read, and for which there was no checksum to compare."""
         self._path = path
         self._checks: dict[tuple[str, int], Check] = {}
 
@@ -51,7 +52,7 @@ class Verification:
         return check
 
     def check_tensors(self) -> None:
-        """Raise unless what was read whole has the checksum that it should have."""
+        """Raise if a tensor that was read as a whole has another checksum than was saved."""
         if not self.enabled:
             self.unverified.update(check.key for check in self._checks.values())
             return
@@ -92,7 +93,8 @@ class Verification:
             self.unverified.add(key)
             return
         if expected is None:
-            # Another writer's. Not for objects: there may be thousands, and each takes a while.
+            # Another writer saved it. Only tensors are looked at: there may be thousands of
+            # objects, and each takes a while.
             sound = None
             if item.type == LoadItemType.TENSOR:
                 sound = has_its_checksums(data)
@@ -108,7 +110,7 @@ class Verification:
 
 
 def _checksum_of(check: Check) -> int | None:
-    """The checksum of a payload from those of its tiles; None where they do not cover it."""
+    """The checksum of a payload, from those of its tiles; None if the tiles do not cover it."""
     if len(check.tiles) == 1 and check.tiles[0][:2] == (0, check.payload.length):
         return check.tiles[0][2]
     crc32 = at = 0
@@ -119,7 +121,7 @@ def _checksum_of(check: Check) -> int | None:
             crc32 = _C.crc32_shift(crc32, end - begin) ^ checksum
             at = end
         elif end > at:
-            return None  # tiles that overlap in part: nothing can be said of the whole
+            return None  # from tiles that overlap in part, the checksum of the whole is not known
     return crc32 if at == check.payload.length and check.tiles else None
 
 

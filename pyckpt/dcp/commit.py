@@ -1,4 +1,4 @@
-"""What makes a save count: describe it, commit the description, sweep out what no longer counts."""
+"""Commits a save: describes it, commits the description, and removes files that no longer count."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ from pyckpt.timeline import named
 __all__ = ["DataFile", "Destination", "Results", "describe"]
 
 Results = Sequence[Sequence[WriteResult]]
-"""What each rank wrote."""
+"""The results of each rank's writing."""
 
-# Commits of one process take turns: a commit and the sweep after it must see no half of another.
+# Commits of one process take turns, so that a commit, and the sweep after it, never see another one
+# half done.
 _commit_lock = fork_safe_lock()
-# Data files of saves under way that other saves of this process, into the same directory, must not
-# sweep out. Ranks need no such thing, since their collectives keep their saves apart.
+# Data files of saves under way, which other saves of this process into the same directory must not
+# remove. Saves of several ranks are not in it, since collectives keep these saves apart.
 _unfinished: set[Path] = set()
-# Claims of this process. Only the rank that commits hears how a save ended, and whoever keeps an
-# error keeps the writer that raised it: those of the others may last until the next save.
+# Claims of this process. Only the rank that commits learns how a save ended. And a program that
+# keeps an error keeps the writer that raised it. So claims of other ranks may last until the next
+# save.
 _claims: WeakSet[Claim] = WeakSet()
 
 
@@ -61,7 +63,7 @@ class DataFile:
         _claims.add(self._claim)
 
     def let_go(self) -> None:
-        """The save was committed, or has failed. Idempotent."""
+        """Call it when the save was committed, or has failed. Idempotent."""
         claim, self._claim = self._claim, None
         if claim is not None:
             claim.release()
@@ -75,11 +77,11 @@ class Destination:
     path: Path
     rank: int
     each_commits: bool
-    """Whether each rank commits what it wrote, for itself alone."""
+    """Whether each rank commits its own file, for itself alone."""
     sync: bool
-    """Whether what is committed must be durable first."""
+    """Whether all files must be durable before the commit."""
     is_fenced: bool
-    """Whether somebody else sees to it that no other process saves there."""
+    """Whether a fence keeps other processes from saving there."""
 
     @property
     def metadata_name(self) -> str:
@@ -92,22 +94,23 @@ class Destination:
         return self.rank if self.each_commits else None
 
     def turn(self, *, shared: bool = False) -> AbstractContextManager[None]:
-        """Keep processes that save there apart: one that sweeps, or commits, from all others."""
-        # Where each rank commits for itself, none removes what is not its own.
+        """Keep processes apart that save there. A process that sweeps or commits runs this block
+        alone; with ``shared``, several may."""
+        # If each rank commits for itself, no rank removes files of another.
         return (
             nullcontext() if self.is_fenced or self.each_commits else turn(self.path, shared=shared)
         )
 
     def release_claims(self) -> None:
-        """Give up what earlier saves of this process claimed there, and did not get to release."""
+        """Release the files there that earlier saves of this process claimed and never released."""
         here = os.path.realpath(self.path)
         for claim in list(_claims):
             if claim.path not in _unfinished and os.path.realpath(claim.path.parent) == here:
                 claim.release()
 
     def sweep_remains(self, before: Callable[[], None]) -> None:
-        """Make room: remove what earlier saves that failed left, of all ranks, before any rank of
-        this save writes. ``before`` is called first, and may refuse by raising."""
+        """Make room: remove the files that failed saves left, those of all ranks. Call it before
+        any rank of this save writes. It first calls ``before``, which may refuse by raising."""
         with _commit_lock, self.turn():
             before()
             commit.begin_save(
@@ -122,13 +125,13 @@ class Destination:
         check: Callable[[], None],
         before_rename: Callable[[], None],
     ) -> None:
-        """Make a save count, and remove what no longer does.
+        """Make a save count, and remove the files that no longer do.
 
         Args:
             data: the bytes of the ``.metadata`` file.
-            files: the names of the data files that it speaks of.
-            check: called while no other save is committed or swept there. It raises where what
-                ``data`` says is not so.
+            files: the names of the data files that ``data`` names.
+            check: called while no other save commits or sweeps there. It raises if ``data`` is
+                wrong about the files.
             before_rename: called right before the rename that makes the save count.
         """
         with _commit_lock, self.turn(), named("commit", len(data)):
@@ -147,12 +150,13 @@ class Destination:
     def look_for_files(
         self, results: Results, parts: Mapping[int, Part], own: DataFile | None
     ) -> None:
-        """Check that the files of all ranks are where this one sees them, before they count. No
-        cache says what is not so: nobody on this machine has looked for these names before.
+        """Check that this rank sees the files of all ranks, before they count. No cache of a
+        network file system can answer wrongly, because this machine never looked for these names
+        before.
 
         Args:
-            results: what the ranks say that they wrote.
-            parts: where they say that they are, as far as this rank knows.
+            results: of the ranks that wrote.
+            parts: of the ranks, as far as this one knows them.
             own: this rank's file.
 
         Raises:
@@ -198,14 +202,14 @@ def describe(
 
     Args:
         metadata: what DCP made of the plan.
-        results: what the ranks wrote.
-        plan: that made the metadata, where the coordinator remembers it.
+        results: of the ranks that wrote.
+        plan: the plan from which the metadata was made; None if it is not remembered.
         path, save_id: of the checkpoint.
     """
-    look_up(metadata)  # a planner may give again what a save before it was described by
+    look_up(metadata)  # a planner may return the metadata of an earlier save again
     metadata.version = CURRENT_DCP_VERSION
     metadata.storage_meta = StorageMeta(checkpoint_id=str(path), save_id=save_id)
-    # A rank that writes nothing says nothing.
+    # A rank that writes nothing has no results.
     packed = [of_rank for of_rank in results if isinstance(of_rank, PackedResults)]
     if plan is not None and len(packed) == sum(
         _file_of(of_rank) is not None for of_rank in results
@@ -220,7 +224,7 @@ def describe(
 
 
 def _file_of(results: Sequence[WriteResult]) -> tuple[str, int] | None:
-    """The name of the file that a rank wrote, and how long it must be; None where it wrote none."""
+    """The name of the file that a rank wrote, and its least length; None if it wrote none."""
     if isinstance(results, PackedResults):
         return results.file, results.size
     if not results:

@@ -1,7 +1,7 @@
-"""The metadata of a checkpoint that was committed, read from its file when somebody looks.
+"""The metadata of a committed checkpoint, which is read from its file when somebody looks at it.
 
-DCP sends the outcome of every save to all ranks, and returns it there. It describes every tensor,
-and few programs look at it. So its large parts are mappings that cross as the file's name alone.
+DCP sends the metadata of every save to all ranks, and returns it there. It describes every tensor,
+and few programs look at it. So its large parts are mappings that are sent as the file's name alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CommittedPart(Mapping[Any, Any]):
     Args:
         file: where it is read from.
         part: its name among the fields of `Metadata`.
-        known: the mapping, where this process has it anyway. It does not cross to others.
+        known: the mapping, if this process has it anyway. It is not sent to other processes.
     """
 
     def __init__(self, file: _File, part: _Part, known: Mapping[Any, Any] | None = None) -> None:
@@ -74,16 +74,16 @@ class CommittedPart(Mapping[Any, Any]):
 
 
 def look_up(metadata: Metadata) -> None:
-    """Have metadata hold what it refers to, so that it can be saved again."""
+    """Put the mappings that metadata refers to into the metadata, so that it can be saved again."""
     described: Any = metadata
-    for part in ("state_dict_metadata", "planner_data"):  # the rest is made anew by each save
+    for part in ("state_dict_metadata", "planner_data"):  # each save makes the rest anew
         value = getattr(metadata, part)
         if isinstance(value, CommittedPart):
             setattr(described, part, dict(value))
 
 
 def refer_to_file(metadata: Metadata, path: str | os.PathLike[str]) -> None:
-    """Have the large parts of the metadata of a save stand in the file that was committed."""
+    """Replace the large parts of a save's metadata by references to the file that was committed."""
     file = _File(os.fspath(path))
     described: Any = metadata
     described.state_dict_metadata = CommittedPart(

@@ -1,8 +1,8 @@
-"""What ranks would save under the same names, and is not the same thing.
+"""Refuses saves in which ranks have different things under the same name.
 
-DCP keeps one rank's of what has the same name on several, and joins the names of all. Where one has
-a value and another a dict or list of that name, the checkpoint has both, and nothing can load it;
-where lists have different lengths, it has a mixture.
+If several ranks have an item of the same name, DCP saves one rank's. The checkpoint has the names
+of all ranks. If one rank has a value where another has a dict or list, the checkpoint has both, and
+nothing can load it. If ranks have lists of different lengths, the checkpoint has a mixture of them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _SHOWN = 5
 
 
 def check(plans: Sequence[SavePlan]) -> None:
-    """Raise PyckptError where the plans of the ranks contradict each other. What is packed is
-    checked natively, by the same rules (csrc/plan_conflicts.h).
+    """Raise PyckptError if the plans of the ranks contradict each other. Packed plans are checked
+    natively, by the same rules (csrc/plan_conflicts.h).
 
     Args:
         plans: what each rank wants to write, as it was planned there.
@@ -38,7 +38,7 @@ def check(plans: Sequence[SavePlan]) -> None:
             key = item.index.fqn
             path = tuple(recorded.get(key, (key,)))
             if path in own:
-                continue  # another shard of it
+                continue  # another shard of the same tensor
             own[path] = "an object"
             if item.type is not WriteItemType.BYTE_IO and item.tensor_data is not None:
                 own[path] = f"a tensor of shape {tuple(item.tensor_data.size)}"
@@ -65,7 +65,7 @@ def check(plans: Sequence[SavePlan]) -> None:
 
 
 def refuse(found: Collection[str]) -> None:
-    """Raise PyckptError where anything was found, a line for each name."""
+    """Raise PyckptError if any contradiction was found. There is one line for each name."""
     if found:
         raise PyckptError(
             f"ranks would save different things under the same names ({len(found)}): "

@@ -1,4 +1,4 @@
-"""The items of a plan on their way into a rank's file, and what is told of them afterwards."""
+"""Gives the items of a plan to the job that writes a rank's file, and tells DCP where they lie."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ __all__ = [
     "write_result",
 ]
 
-# The most that the bytes around a tensor take, and the gap before an aligned one (docs/format.md).
-# For the preallocation: what is too much there is given back at the end.
+# The most bytes that the envelope of a tensor takes, and the gap before an aligned tensor
+# (docs/format.md). They are for the preallocation; the file is cut to its true size at the end.
 _ENVELOPE_BYTES_MAX = 2048
 _GAP_BYTES_MAX = _C.page_bytes
 _ALIGNED_PAYLOAD_MIN = _C.aligned_payload_min_bytes
@@ -46,12 +46,13 @@ class Raw(NamedTuple):
     """A tensor that was given to the engine as its memory."""
 
     stride: tuple[int, ...] | None
-    """Strides of the payload where they are not row-major."""
+    """Strides of the payload; None if it is row-major."""
     as_planned: bool
     """Whether the plan, and so the metadata, has the tensor's true dtype and size."""
 
 
 OPAQUE = Raw(None, True)
+"""Stands for an item that was given to the engine as finished bytes."""
 
 
 class Place(NamedTuple):
@@ -73,7 +74,7 @@ def places_of(packed: bytes) -> Iterator[Place]:
 
 
 def last_place(packed: bytes) -> Place:
-    """Of the item that lies last in the file."""
+    """The place of the item that lies last in the file."""
     return Place._make(_PLACE.unpack_from(packed, len(packed) - _PLACE.size))
 
 
@@ -102,7 +103,7 @@ def add(job: _C.WriteJob, planner: SavePlanner, item: WriteItem, settle: Callabl
             data = data.permute(layout.order)
         if layout is not None and (
             job.add_tensor(data, layout.envelope)
-            # Gathering strided memory is for the GPU itself to do.
+            # The GPU itself gathers its strided memory.
             or (data.is_cuda and job.add_tensor(data.contiguous(), layout.envelope))
         ):
             plan = item.tensor_data
@@ -118,7 +119,7 @@ def add(job: _C.WriteJob, planner: SavePlanner, item: WriteItem, settle: Callabl
 
 
 def _encode(planner: Any, item: WriteItem) -> bytes | None:
-    """The bytes of a plain object, which the planner need not make; None of any other."""
+    """The bytes of a plain object, made without the planner; None for any other object."""
     encode = getattr(planner, "_encode_plain", None)  # pyckpt.SavePlanner's
     if encode is not None:
         return encode(item)  # type: ignore[no-any-return]
@@ -141,7 +142,8 @@ def _saves_as_stock(planner: type[SavePlanner]) -> bool:
 
 
 def _serialize(tensor: torch.Tensor) -> memoryview:
-    """A tensor that is more than its memory, as stock ``FileSystemWriter`` writes it."""
+    """The bytes of a tensor that is more than its memory, as stock ``FileSystemWriter`` writes
+    them."""
     tensor = tensor.detach().cpu()
     if tensor.layout is torch.strided and tensor.untyped_storage().size() != tensor.nbytes:
         tensor = tensor.clone()
@@ -151,7 +153,7 @@ def _serialize(tensor: torch.Tensor) -> memoryview:
 
 
 def write_result(item: WriteItem, name: str, raw: Raw, place: Place) -> WriteResult:
-    """What DCP is told of an item in the file of that name."""
+    """The result by which DCP learns where an item lies in the file ``name``."""
     return WriteResult(item.index, place.length, _info(name, raw, place))
 
 
@@ -160,14 +162,14 @@ class FirstWrite(NamedTuple):
 
     raws: list[Raw]
     envelopes: list[_C.Envelope | None]
-    """None where the item needs a closer look at each save."""
+    """None for an item that must be looked at again in each save."""
     expected_size: int
 
 
 def first_write_of(
     plan: SavePlan, raws: list[Raw], tensors: Sequence[torch.Tensor | None]
 ) -> FirstWrite:
-    """What to remember of a save whose items are all written.
+    """How a rank wrote a plan, to be remembered once all its items are written.
 
     Args:
         raws: what `add` returned for each item.
@@ -193,7 +195,8 @@ def add_known(
     first: FirstWrite,
     settle: Callable[[], None],
 ) -> list[Raw]:
-    """Give the items of a plan to the job that a save had before: tensors without Python."""
+    """Give the items of a plan that an earlier save has written to the job. Tensors that are as
+    they were then cost no Python each."""
     raws = list(first.raws)
     done = 0
     while True:
@@ -206,8 +209,9 @@ def add_known(
 
 def _info(name: str, raw: Raw, place: Place) -> StorageInfo:
     if not raw.as_planned:
-        # A planner has changed the tensor after it was planned, and not the plan. So the metadata
-        # is wrong about it. Readers learn what it is from the item itself.
+        # A planner has changed the tensor after it was planned, and has not changed the plan. So
+        # the metadata is wrong about the tensor. Readers learn its dtype and size from the item
+        # itself.
         return StorageInfo(name, place.offset, place.length)
     return storage_info(
         name,
@@ -221,7 +225,7 @@ def _info(name: str, raw: Raw, place: Place) -> StorageInfo:
 
 
 def expected_size(plan: SavePlan) -> int:
-    """Bytes of the file that a plan makes, and a little more; objects are not counted."""
+    """About how many bytes the file of a plan takes, rather too many. Objects are not counted."""
     total = 0
     for item in plan.items:
         data: Any = item.tensor_data

@@ -1,4 +1,5 @@
-"""What stands at the leaves of a state dict, and how it is copied where it is more than memory."""
+"""The leaves of a state dict: which kinds there are, and how those that are not plain memory are
+copied."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ __all__ = [
     "with_attributes",
 ]
 
-# Nobody can change these, so that a reference is as good as a copy.
+# Nobody can change values of these types, so a reference is as good as a copy.
 _IMMUTABLE = (
     type(None),
     bool,
@@ -63,16 +64,17 @@ _SHARDED = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 
 
 def is_sharded_tensor(value: object) -> bool:
-    """Whether a value is a ``ShardedTensor``, which `pyckpt.dcp.sharded_tensors` knows. Told by its
-    class's name, so that nobody imports that module who has none."""
+    """Whether a value is a ``ShardedTensor``, which `pyckpt.dcp.sharded_tensors` handles. The name
+    of the value's class tells it, so that a program without such tensors never imports that
+    module."""
     cls: Any = type(value)
     return _is_sharded_type(cls)
 
 
 def plans_itself(value: object) -> bool:
-    """Whether DCP asks the value itself which parts it holds. Of all others, DCP knows that from
-    their type and shape. A question to each value, and not to its type: any tensor may have such
-    attributes."""
+    """Whether DCP asks the value itself which parts it holds. For all other values, DCP knows the
+    parts from type and shape. Each value is asked, and not its type, because a program may give
+    these attributes to any tensor."""
     return hasattr(value, "__create_write_items__") or hasattr(value, "global_offsets")
 
 
@@ -83,12 +85,12 @@ def is_memory(tensor: torch.Tensor) -> bool:
 
 def is_checkpointable(tensor: torch.Tensor) -> bool:
     """Whether this torch takes a tensor for parts of a larger one: a ``CheckpointableTensor``."""
-    # Looked at first, since torch takes microseconds for all of them.
+    # This attribute is looked for first, since torch's own check takes microseconds a tensor.
     return hasattr(tensor, "global_offsets") and bool(is_checkpointable_tensor(tensor))
 
 
 def whole_size(tensor: torch.Tensor) -> torch.Size:
-    """The size of a tensor, or of the one that it holds parts of."""
+    """The size of a tensor, or of the larger tensor of which it holds parts."""
     if is_checkpointable(tensor):
         whole: Any = tensor
         return torch.Size(whole.global_shape)
@@ -96,7 +98,8 @@ def whole_size(tensor: torch.Tensor) -> torch.Size:
 
 
 def with_attributes(copy: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """A copy with what the program set on the original: where its parts belong, for one."""
+    """A copy with the attributes that the program set on the original, such as where its parts
+    belong."""
     for name, value in vars(original).items():
         vars(copy).setdefault(name, value)
     return copy
@@ -115,7 +118,7 @@ class _ToHost(TorchFunctionMode):
 
 
 def copy_object(value: Any) -> Any:
-    """A copy of an object that DCP will pickle, with the tensors in it on the host."""
+    """A copy of an object that DCP will pickle. Tensors in the copy are on the host."""
     with torch.no_grad(), _ToHost():
         return copy.deepcopy(value)
 
@@ -135,7 +138,7 @@ def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
 
 @dataclass(frozen=True)
 class _Wrapped:
-    """A leaf whose memory is that of other tensors."""
+    """A leaf that wraps other tensors, and has no memory besides theirs."""
 
     index: int
     parts: Callable[[Any], list[torch.Tensor]]
@@ -167,20 +170,21 @@ class Leaves:
                 self._with_attributes.append(i)
 
     def sources(self, leaves: list[Any]) -> list[Any]:
-        """The leaves, and behind them the tensors that wrapping leaves are made of."""
+        """The leaves, followed by the tensors that the wrapping leaves consist of."""
         if not self._wrapped:
             return leaves
         return leaves + [part for leaf in self._wrapped for part in leaf.parts(leaves[leaf.index])]
 
     def sources_wanted(self, leaves: list[Any], wanted: bytes) -> bytes:
-        """Which of the `sources` are wanted, by a mask of the leaves."""
+        """Which of the `sources` are wanted, a byte each, given the same for the leaves."""
         return wanted + b"".join(
             wanted[leaf.index : leaf.index + 1] * len(leaf.parts(leaves[leaf.index]))
             for leaf in self._wrapped
         )
 
     def finish(self, leaves: list[Any], copies: list[Any]) -> list[Any]:
-        """Complete what was copied as memory (None where it could not be) to a list of leaves."""
+        """Make a list of copied leaves. ``copies`` are those of the `sources`, with None for a
+        source that could not be copied as memory."""
         count = len(leaves)
         done = copies[:count]
         at = count

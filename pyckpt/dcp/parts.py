@@ -1,4 +1,4 @@
-"""What the ranks of one save or load say to each other besides the plan.
+"""What the ranks of one save or load tell each other besides the plan.
 
 It travels in the plan's ``storage_data``, which is the writer's, or the reader's, own.
 """
@@ -36,27 +36,27 @@ _RANKS_SHOWN = 8
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A rank's part in one save. Two are the same only if they are one object."""
+    """A rank's part in one save. Two parts are equal only if they are the same object."""
 
     rank: int
     host: str
     path: str
     inode: int
-    """Of the directory at that path."""
+    """The inode of the directory at that path."""
     number: int
-    """Which of its saves this is, as the rank counts them."""
+    """The number of this save, as the rank counts its saves."""
     save_id: str
-    """What the rank's file is named by."""
+    """The id in the name of the rank's file."""
     has_room: bool = True
     """Whether the rank has memory for this save."""
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """The coordinator's answer to a rank's `Part` where a rank has no room: nobody saves."""
+    """The coordinator's answer to each rank's `Part` if some rank has no room: nobody saves."""
 
     save_id: str
-    """Of the part that this answers."""
+    """The id in the part that this answers."""
 
 
 # Parts that a coordinator has seen. A planner may keep a plan, with the part in it, and return it
@@ -94,7 +94,7 @@ def _part_of(plan: SavePlan) -> Part | None:
 
 @lru_cache(maxsize=1)
 def host_name() -> str:
-    """Of this machine."""
+    """The name of this machine."""
     return socket.gethostname()
 
 
@@ -107,7 +107,7 @@ def refuse_mismatch(parts: Sequence[Part]) -> None:
     """Check that all ranks are in the same save.
 
     Raises:
-        SaveError: they are not. What they would write does not belong together.
+        SaveError: they are not, so their files would not belong together.
     """
     first = parts[0]
     if all(_is_same_save(part, first) for part in parts):
@@ -131,19 +131,19 @@ class Seen:
 
     path: str
     save_id: str | None
-    """None where the checkpoint does not say."""
+    """None if the checkpoint does not name one."""
 
 
 def refuse_mixture(seen: Sequence[object]) -> None:
     """Check that all ranks load the same save.
 
     Raises:
-        CheckpointReplaced: they do not: each reads the metadata for itself, and it was replaced
-            after one of them had.
+        CheckpointReplaced: they do not. Each rank reads the metadata for itself, and the checkpoint
+            was replaced after some ranks had read it.
     """
     members: dict[Seen, list[int]] = defaultdict(list)
     for rank, of_rank in enumerate(seen):
-        if isinstance(of_rank, Seen):  # a planner may have lost it
+        if isinstance(of_rank, Seen):  # a planner may have lost what a rank told
             members[of_rank].append(rank)
     if len({of_rank.save_id for of_rank in members}) > 1:
         said = "; ".join(
@@ -157,6 +157,6 @@ def refuse_mixture(seen: Sequence[object]) -> None:
 
 
 def _is_same_save(part: Part, other: Part) -> bool:
-    # What one rank mounts at another place than another is the same directory still.
+    # Ranks may have mounted the same directory at different places.
     same_directory = part.path == other.path or part.inode == other.inode
     return same_directory and part.number == other.number

@@ -27,7 +27,8 @@ class CopyRecipe:
         self.tree = tree
         self.leaves = leaves
         self.plan: KnownPlan | None = None
-        """What this rank writes of such a state dict; None until all ranks have agreed on it."""
+        """The plan by which this rank writes such a state dict; None until all ranks have agreed on
+        one."""
 
     def wanted(self) -> bytes | None:
         """Which leaves this rank will write, a byte each; None for all."""
@@ -35,7 +36,7 @@ class CopyRecipe:
         return plan.wanted() if plan is not None and plan.is_remembered() else None
 
     def needed_bytes(self, leaves: list[Any], wanted: bytes | None) -> int:
-        """Bytes of the copies of the leaves that are wanted, at most."""
+        """The most bytes that the copies of the wanted leaves take."""
         sources = self.leaves.sources(leaves)
         mask = repeat(1) if wanted is None else self.leaves.sources_wanted(leaves, wanted)
         # Row-major tensors that are the same memory are copied once.

@@ -1,4 +1,4 @@
-"""What was saved under other names than it has now, found under those of now."""
+"""Renames the keys of a checkpoint, so that a state with other keys can be loaded from it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def renamed(
 
     Args:
         before: the path of each key.
-        path_of: takes a key and its path, and returns the path that it is to have.
+        path_of: takes a key and its path, and returns the new path.
 
     Raises:
         LoadError: two keys would have the same path.
@@ -58,7 +58,7 @@ def as_saved(metadata: Metadata) -> Metadata:
 
 
 def stored_keys(metadata: Metadata) -> set[str]:
-    """The keys of all that the checkpoint has, also where this rank is shown some of it alone."""
+    """The keys of everything in the checkpoint, even if this rank's metadata shows only a part."""
     places: Any = metadata.storage_data or {}
     if isinstance(places, _RenamedPlaces):
         return set(map(places.new_key, stored_keys(places.metadata)))
@@ -68,12 +68,12 @@ def stored_keys(metadata: Metadata) -> set[str]:
 
 
 class _RenamedPlaces(Mapping[MetadataIndex, StorageInfo]):
-    """Where items are, by their new keys. There may be millions, so that each is renamed when it is
-    asked for.
+    """The places of items, by their new keys. There may be millions of items, so each is renamed
+    only when it is asked for.
 
     Args:
         metadata: with the old keys.
-        keys: the new one of each.
+        keys: the new key of each old one.
     """
 
     def __init__(self, metadata: Metadata, keys: dict[str, str]) -> None:
@@ -107,10 +107,10 @@ def _with_key(index: MetadataIndex, key: str) -> MetadataIndex:
 
 
 def moved(key: str, path: Path, new: str, names: Collection[str]) -> Path:
-    """The path of what is to have another key.
+    """The new path of an item whose key changes from ``key`` to ``new``.
 
     Args:
-        names: of the objects, one of which the new key begins with.
+        names: of the objects in the state. The new key should begin with one of these.
     """
     if new == key:
         return path
@@ -125,7 +125,8 @@ def moved(key: str, path: Path, new: str, names: Collection[str]) -> Path:
 
 
 def _aligned(path: Path, key: str) -> Path:
-    """A path for a key: parts that are at its ends stay parts, and what is between is one."""
+    """A path for a key. Parts of the old path at the ends of the key stay parts of their own; the
+    rest of the key, between them, is one part."""
     head: list[str | int] = []
     tail: list[str | int] = []
     rest = list(path)

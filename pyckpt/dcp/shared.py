@@ -1,9 +1,10 @@
 """Staged state on its way to another process (``async_checkpointer_type=PROCESS``).
 
-DCP pickles it through a pipe, where torch.multiprocessing would move every tensor's storage into a
-piece of shared memory of its own: a descriptor and a copy each, and for a tensor of the program
-itself its memory would be swapped for one that the other process sees. So what goes is made here:
-views of the few segments that the copies lie in, or copies where they lie in none.
+DCP pickles the state through a pipe. There torch.multiprocessing would move every tensor's storage
+into a piece of shared memory of its own, which costs a descriptor and a copy each. It would also
+exchange the memory of the program's own tensors for memory that the other process sees. So this
+module makes the tensors that are sent: views of the few segments in which the copies lie, or copies
+of tensors that lie in no segment.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ __all__ = ["StagedStateDict"]
 class StagedStateDict(dict[str, Any]):
     """A staged state dict on its way to DCP.
 
-    It pickles as plain dicts and lists of tensors in shared memory, and waits for that until the
-    copies are whole. The memory is given back when the thread that pickles it, DCP's own for one
-    save, ends.
+    It pickles as plain dicts and lists of tensors in shared memory; pickling waits until the copies
+    are whole. DCP pickles it in a thread that it starts for this save. The memory is given back
+    when that thread ends.
     """
 
     def __init__(self, values: dict[str, Any], staging: Staging) -> None:
@@ -38,7 +39,7 @@ class StagedStateDict(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.staging.take_over()
-        self.staging.end_planning()  # which is done in the other process
+        self.staging.end_planning()  # the other process plans
         self.staging.settle()
         segments: dict[int, torch.UntypedStorage] = {}
         return dict, ({key: _shared(value, segments) for key, value in self.items()},)
@@ -51,8 +52,9 @@ def _shared(value: Any, segments: dict[int, torch.UntypedStorage]) -> Any:
         return [_shared(entry, segments) for entry in value]
     if isinstance(value, DTensor):
         local = _shared(value._local_tensor, segments)
-        # One of memory that does not begin with its storage would be pickled as what it is not:
-        # torch tells wrappers of other tensors by their data pointer, which is then not null.
+        # torch takes a DTensor for a wrapper of another tensor only if its data pointer is null.
+        # The pointer is not null for a view that does not begin with its storage. So the DTensor is
+        # made around an empty tensor.
         made = dtensor_like(value, local.new_empty(0))
         made._local_tensor = local
         return made
@@ -66,7 +68,8 @@ def _in_shared_memory(
 ) -> torch.Tensor:
     place = _C.shared_memory_of(value) if value.layout is torch.strided and value.numel() else None
     if place is None:
-        # Private to this process, or, where the copies found no room, the program's own.
+        # The memory is private to this process; or the copies found no room, and it is the
+        # program's own.
         return value.detach().to("cpu", copy=True)
     descriptor, size, offset = place
     storage = segments.get(descriptor)
@@ -78,7 +81,7 @@ def _in_shared_memory(
 
 
 class _Described:
-    """Pickles as a tensor with attributes, which torch leaves behind."""
+    """Pickles as a tensor with its attributes, which torch itself would leave out."""
 
     def __init__(self, tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
         self._parts = tensor, attributes
@@ -93,7 +96,7 @@ def _with(tensor: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
 
 
 def _described(tensor: torch.Tensor, original: torch.Tensor) -> Any:
-    """The tensor, and where its parts belong if the original says so."""
+    """The tensor, with the attributes of the original that say where its parts belong, if any."""
     if not is_checkpointable(original):
         return tensor
     names = ("global_shape", "global_offsets", "local_offsets", "local_sizes")

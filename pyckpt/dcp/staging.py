@@ -1,4 +1,4 @@
-"""The copies that one save makes of the state: what it reads, and when it is over."""
+"""The copies of the state that one save makes and writes, and when that save has ended."""
 
 from __future__ import annotations
 
@@ -37,16 +37,19 @@ class Owner(Protocol):
 class Staging:
     """The copies of one save.
 
-    A save of DCP may end without a word to its writer: in planning, or on another rank. So the
-    memory is given back when the writer says so (`release`); or when the thread ends that saves the
-    copies; or when somebody waits, and the state dict was dropped before any thread saved it.
+    DCP does not tell the writer of a save that fails in planning, or on another rank. So the memory
+    is given back in one of three cases: the writer calls `release`; or the thread that saves the
+    copies ends; or somebody waits for the end of a save whose state dict was dropped before any
+    thread saved it.
 
     Args:
         owner: the stager.
         native: the copies, which are being made.
         recipe: how the state dict was copied.
-        direct: whether the writer reads what found no room from where it is, and calls `release`.
-        busy: why nothing was copied: other saves hold the memory. None where all is well.
+        direct: whether the writer reads tensors that found no room from the program's own memory,
+            and calls `release`.
+        busy: the error that says why nothing was copied: other saves hold the memory. None if the
+            copies are being made.
         refuses: whether a save without room fails with ``busy``; if not, it is skipped.
     """
 
@@ -64,29 +67,29 @@ class Staging:
         self.busy = busy
         self.staged: Future[None] = Future()
         """Done when the copies are whole, or failed."""
-        self.over: Future[None] = Future()
-        """Done when the save is over and the memory of the copies is given back."""
+        self.ended: Future[None] = Future()
+        """Done when the save has ended and the memory of the copies is given back."""
         statistics = native.statistics()
         self.bytes = statistics.bytes_staged
         self._owner = owner
         self._native = native
         self._recipe = recipe
         self._refuses = refuses
-        # Whether the writer reads a part of the state from where it is, and one that may change
-        # before the next step.
+        # Whether the writer reads a part of the state from the program's own memory; and whether
+        # such a part may change before the next step.
         self._streams = direct and statistics.bytes_streamed > 0
         self._streams_volatile = direct and native.streamed_volatile_bytes > 0
         self._planning: CollectorPause | None = None
         self._lock = fork_safe_lock()
-        self._ends = False
-        self._end = Latch()
-        self._thread: threading.Thread | None = None  # that saves the copies
+        self._release_began = False
+        self._wake = Latch()  # set when those who wait for the end should look again
+        self._thread: threading.Thread | None = None  # the one that saves the copies
         self._watch: _Watch | None = None
 
     @property
     def released(self) -> bool:
-        """Whether the save is over."""
-        return self.over.done()
+        """Whether the save has ended."""
+        return self.ended.done()
 
     # --- for the stager ---
 
@@ -114,19 +117,20 @@ class Staging:
             self._owner.forget(self)
 
     def forget_parent(self) -> None:
-        """In a forked child: nothing comes of these copies here, and nobody is to wait for them."""
-        # Not the parent's, whose locks another thread may have held at the fork.
-        self.staged, self.over, self._end = Future(), Future(), Latch()
-        self._ends = True
+        """In a forked child: these copies are never made here, so nobody may wait for them."""
+        # New ones, since another thread may have held the locks of the parent's at the fork.
+        self.staged, self.ended, self._wake = Future(), Future(), Latch()
+        self._release_began = True
         self.staged.set_exception(EngineClosed("the save began in another process, before a fork"))
-        self.over.set_result(None)
-        self._end.set()
+        self.ended.set_result(None)
+        self._wake.set()
 
     # --- for the program ---
 
     def guard(self) -> None:
-        """Make what the calling thread does next wait for the copies. Where that fails, the save
-        fails: what comes next may tear the copies. The errors are for ``staged`` and `check`."""
+        """Make what the calling thread does next wait for the copies. If that fails, the save
+        fails, because what comes next may change tensors while they are copied. ``staged`` and
+        `check` raise the error."""
         if self.released:
             return
         try:
@@ -138,28 +142,29 @@ class Staging:
             self.wait_released()
 
     def wait_released(self) -> None:
-        """Wait until the save is over. Returns at once in the thread that saves."""
+        """Wait until the save has ended. Returns at once in the thread that saves."""
         thread = self._thread
         if self.released or thread is threading.current_thread():
             return
-        # Where no thread could be had to see that one end, this one looks. It may as well be one of
-        # a pool, which saves and does not end.
+        # If no thread could be started to watch the one that saves, this thread looks from time to
+        # time. It may look for long: a thread of a pool saves, and does not end.
         unwatched = self._watch is None and thread not in (None, threading.main_thread())
-        while not self._end.wait(_LOOK_S if unwatched else None):
+        while not self._wake.wait(_LOOK_S if unwatched else None):
             if thread is not None and not thread.is_alive():
                 break
         self.release()
 
     def release_if_left(self) -> None:
-        """Give the memory back where nobody else will: the copies were dropped before a thread took
-        them over; or the calling thread did, which saves one state at a time and is past it."""
-        dropped = self._thread is None and self._end.is_set
+        """Give the memory back if nobody else will. That is so if the copies were dropped before a
+        thread took them over. It is also so if the calling thread took them over: a thread saves
+        one state at a time, and this one has begun another save."""
+        dropped = self._thread is None and self._wake.is_set
         if dropped or self._thread is threading.current_thread():
             self.release()
 
     def wait_volatile(self) -> None:
-        """Wait for the save if it reads, from where it is, a part of the state that may change
-        before the next step."""
+        """Wait for the save if it reads, from the program's own memory, a part of the state that
+        may change before the next step."""
         if self._streams_volatile:
             self.wait_released()
 
@@ -171,31 +176,31 @@ class Staging:
         return self.busy is None
 
     def raise_refusal(self) -> None:
-        """Raise what keeps this save from being made at all: a failure before it that nobody was
-        told of, or `StagerBusy` where the stager does not skip saves."""
+        """Raise the error that keeps this save from being made at all: the failure of an earlier
+        save that nobody was told of, or `StagerBusy` if the stager does not skip saves."""
         self._owner.raise_failure()
         if self._refuses:
             self.require_copies()
 
     def require_copies(self) -> None:
-        """Raise `StagerBusy` where nothing was copied."""
+        """Raise `StagerBusy` if nothing was copied."""
         if self.busy is not None:
             raise self.busy
 
     def take_over(self) -> bool:
-        """Say that the calling thread saves the copies; False where they are not its to save.
+        """Say that the calling thread saves the copies. Returns False if it may not save them.
 
-        From here on the memory is given back at the latest when the thread ends. The collector
-        pauses until `end_planning`, or until then. In the main thread, whose end would be too late
-        for either, only the writer ends a save, and the collector goes on.
+        From here on the memory is given back when the thread ends, if not before. The collector
+        pauses until `end_planning`, or until the thread ends. The main thread ends too late for
+        both: if it saves, only the writer ends the save, and the collector does not pause.
         """
         thread = threading.current_thread()
         if self.released or self._thread not in (None, thread):
-            # Of a save that failed before it wrote, or of the process that this one was forked of.
+            # The save failed before it wrote, or the parent process made these copies.
             self.release()
             return False
         if self._thread is None:
-            # In this order: whoever sees a thread, and no watch, takes it that there is none.
+            # In this order: whoever sees a thread but no watch assumes that the thread has none.
             if thread is not threading.main_thread():
                 self._watch = _watch(self)
             self._thread = thread
@@ -209,52 +214,53 @@ class Staging:
             self._planning.end()
 
     def settle(self) -> None:
-        """Wait until the copies may be read. Raises what went wrong with them."""
+        """Wait until the copies may be read. Raises the error if they could not be made."""
         self.staged.result()
 
     def check(self) -> None:
-        """Raise what keeps the copies from being the state at the call, as far as it is known. A
-        writer asks when it has written them all, since each may have been whole when it was
-        written, and not the state."""
+        """Raise the error because of which the copies are not the state at the call, if one is
+        known by now. A writer calls this when it has written all copies. Each may have been whole
+        when it was written, and all together may still not be one state."""
         self._native.check()
 
     def learn(self, plan: KnownPlan) -> None:
-        """From the next save on, copy no more than what the plan has this rank write."""
+        """From the next save on, copy only what this rank writes by the plan."""
         self._recipe.plan = plan
 
     def fail(self, error: BaseException) -> None:
-        """Have the next save raise what made this one fail; and copy everything, since what the
-        ranks agreed on may be why."""
+        """Have the next save raise the error of this one. It also copies everything, since the plan
+        that the ranks agreed on may be the cause."""
         self._owner.keep_failure(error)
         self._recipe.plan = None
 
     def release(self) -> None:
-        """Give the memory back, whoever still has the tensors. Idempotent."""
+        """Give the memory back, even if somebody still has the tensors. Idempotent."""
         with self._lock:
-            if self._ends:
+            if self._release_began:
                 return
-            self._ends = True
+            self._release_began = True
         self.end_planning()
         self._native.release()
         guard.discard(self)
         self._owner.forget(self)
         if self._watch is not None and self._watch.staging is self:
             self._watch.staging = None
-        self.over.set_result(None)
-        self._end.set()
+        self.ended.set_result(None)
+        self._wake.set()
 
     def drop(self) -> None:
-        """The state dict of the copies is gone. May be called in a finalizer, which may run at any
-        line of a thread that holds any lock: so it does no more than to wake who waits."""
+        """The state dict of the copies is gone. A finalizer calls this, which may run at any line
+        of a thread that holds any lock. So this only wakes those who wait for the end."""
         if self._thread is None:
-            self._end.set()
+            self._wake.set()
 
 
 _LOOK_S = 0.1
 
 
 class _Watch:
-    """Ends what a thread saves when that thread ends. One serves all saves of a thread in turn.
+    """Releases the staging that a thread saves when that thread ends. One watch serves all saves of
+    a thread, one after another.
 
     Raises:
         RuntimeError: no thread can be started to wait for the other one.
@@ -262,7 +268,7 @@ class _Watch:
 
     def __init__(self, thread: threading.Thread) -> None:
         self.staging: Staging | None = None
-        # Python's end waits for it where it waits for the thread that saves.
+        # When Python ends, it waits for this thread if it waits for the thread that saves.
         threading.Thread(
             target=self._run, args=(thread,), name="pyckpt-save-end", daemon=thread.daemon
         ).start()
@@ -271,7 +277,7 @@ class _Watch:
         try:
             thread.join()
         except (RuntimeError, AssertionError):
-            return  # not a thread of Python's making: it says nothing when it ends
+            return  # Python did not start that thread, so it cannot tell when the thread ends
         staging = self.staging
         if staging is not None:
             staging.release()
@@ -281,7 +287,7 @@ _watches = threading.local()
 
 
 def _watch(staging: Staging) -> _Watch | None:
-    """See to it that a staging ends with the calling thread; None where no thread can be had."""
+    """Have a staging released when the calling thread ends; None if no thread can be started."""
     watch: _Watch | None = getattr(_watches, "own", None)
     if watch is None:
         try:
@@ -290,7 +296,7 @@ def _watch(staging: Staging) -> _Watch | None:
             return None
     before = watch.staging
     if before is not None:
-        before.release()  # a thread saves one state at a time, so that save is over
+        before.release()  # a thread saves one state at a time, so that save has ended
     watch.staging = staging
     return watch
 

@@ -1,10 +1,10 @@
-"""Values that DCP would take apart or alter, in the form in which they are saved; and back.
+"""Values that DCP would take apart or alter: the form in which they are saved, and the way back.
 
-DCP takes dicts apart, and lists that hold tensors or dicts; each part becomes an item. On the way
-it turns the keys of dicts into strings and forgets dicts that are empty. So what holds no tensors
-is saved as one item, a `Whole`, whose bytes are those of the value itself: stock PyTorch loads it
-as it was. A dict that holds tensors and has other keys than strings is taken apart all the same, so
-that its tensors are items like any other, and has a list of its keys beside them.
+DCP takes apart dicts, and lists that hold tensors or dicts; each part becomes an item. It turns the
+keys of dicts into strings, and forgets empty dicts. So a value without tensors is saved as one
+item, a `Whole`. The bytes of the item are those of the value itself, which stock PyTorch loads as
+it was. A dict that holds tensors is taken apart even if it has other keys than strings, so that its
+tensors are items like any other. A list of its true keys is saved beside them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch import nn
 __all__ = ["ARRAY", "KEYS", "VALUE", "Whole", "decode", "decode_in_place", "is_special"]
 
 VALUE = "pyckpt.value"
-"""Marks a value in checkpoints of pyckpt's first form, and where another planner than ours saves a
-`Whole`."""
+"""Marks a value in checkpoints of pyckpt's first form, and in those for which another planner than
+ours has saved a `Whole`."""
 ARRAY = "pyckpt.ndarray"
-"""Marks a numpy array, which loading could not make without running code: a tuple with a tensor."""
+"""Marks a numpy array. It is saved as a tuple with a tensor, because loading an array would run
+code."""
 KEYS = "pyckpt.keys"
 """The key, in a dict that was taken apart, of the list of its true keys."""
 
@@ -42,12 +43,12 @@ class Whole:
         return Whole(copy.deepcopy(self.value, memo))
 
     def __reduce__(self) -> Any:
-        # For planners that know nothing of it; what they write can be loaded without running code.
+        # For planners that do not know this class. What they write then loads without running code.
         return OrderedDict, ([[VALUE, self.value]],)
 
 
 def decode(value: Any) -> Any:
-    """The value that was saved: the same object where there is nothing to decode in it."""
+    """The value that was saved; the same object if there is nothing to decode in it."""
     if type(value) in _ATOMS or isinstance(value, torch.Tensor):
         return value
     if isinstance(value, Whole):
@@ -66,7 +67,7 @@ def decode(value: Any) -> Any:
         if len(value) == 1 and VALUE in value:
             return decode(value[VALUE])
         if type(value) not in (dict, OrderedDict, Counter):
-            return value  # of a class that was allowed, saved as it was
+            return value  # the program allowed its class, so it was saved as it is
         by_key = {key: decode(sub) for key, sub in value.items()}
         if isinstance(by_key.get(KEYS), list):
             return _rekeyed(by_key)
@@ -85,7 +86,7 @@ def _rekeyed(value: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def decode_in_place(container: Any) -> None:
-    """`decode` what is in a dict or list, at any depth, in the containers that are there."""
+    """`decode` the entries of a dict or list, at any depth. The containers themselves stay."""
     if isinstance(container, dict):
         if isinstance(container.get(KEYS), list):
             rekeyed = _rekeyed(container)

@@ -105,25 +105,25 @@ class DirectWriter(StorageWriter):
         self._alone = False
         self._is_coordinator = False
         self._save_id = commit.new_save_id()
-        self._number = 0  # of the save, counting those that were called for
+        self._number = 0  # of the save; every call for a save counts
         self._is_counted = False
-        self._parts: dict[int, Part] = {}  # of the ranks, as far as the coordinator knows
+        self._parts: dict[int, Part] = {}  # of the ranks; only the coordinator knows them
         self._progress = WriteProgress()
         self._data_file: DataFile | None = None
         self._stager = stager
         self._staging: Staging | None = None
         self._skips = False
-        self._plan: GlobalPlan | None = None  # of the save, on the rank that commits
+        self._plan: GlobalPlan | None = None  # of all ranks; only the rank that commits has it
         self.staged: Future[None] = Future()
-        """Of the last asynchronous save: done when the state is copied."""
+        """Done when the state of the last asynchronous save is copied."""
         self.written: Future[None] = Future()
-        """Of the last asynchronous save: done when this rank's file is complete, and durable.
+        """Done when this rank's file of the last asynchronous save is complete, and durable.
         Cancelled if the save failed before this rank wrote, or if another process makes the save.
         (The future that DCP returns is done when the checkpoint is committed.)"""
 
     _is_fenced = False
-    """Whether a class made from this one keeps other processes from saving into the directory. Then
-    no save waits for another process's lock, which may hang."""
+    """Whether a subclass keeps other processes from saving into the directory. If so, no save waits
+    for another process's lock, which may hang."""
 
     @property
     def path(self) -> Path:
@@ -139,14 +139,14 @@ class DirectWriter(StorageWriter):
 
     @property
     def save_id(self) -> str:
-        """The id of the save that is under way, or else of the last one. Each rank has an id of its
-        own, which is in the name of its file."""
+        """The id of the save that is under way, or of the last one if none is. Each rank has an id
+        of its own, which is in the name of its file."""
         return self._save_id
 
     @property
     def statistics(self) -> WriteStatistics | None:
-        """Counts and times of this rank's part of the save that is under way, or else of the last
-        one; None before the first. May be read from any thread."""
+        """Counts and times of this rank's part of the save that is under way, or of the last one if
+        none is; None before the first. May be read from any thread."""
         return self._progress.statistics
 
     @classmethod
@@ -196,13 +196,13 @@ class DirectWriter(StorageWriter):
                 raise
         self._staging = staging
         staging.staged.add_done_callback(partial(_pass_on, self.staged))
-        # If it is not written by then, the save failed before, or another process made it.
-        staging.over.add_done_callback(partial(_cancel, self.written))
+        # If the file is not written by then, the save failed, or another process makes it.
+        staging.ended.add_done_callback(partial(_cancel, self.written))
         return StagedStateDict(copies, staging)
 
     def synchronize_staging(self) -> None:
-        """Wait for the save if it reads tensors in place, because the engine's memory has no room
-        for them, and if something else than an optimizer's step may change them."""
+        """Wait for the save if it reads some tensors in place, because the engine's memory has no
+        room for them, and something other than an optimizer's step may change these tensors."""
         staging = self._staging
         if staging is not None:
             staging.wait_volatile()
@@ -275,7 +275,7 @@ class DirectWriter(StorageWriter):
                 errno.EEXIST, "a checkpoint is there already, and overwrite=False", str(metadata)
             )
         if staging is not None and not self._is_coordinator:
-            staging.end_planning()  # it waits for the coordinator now
+            staging.end_planning()  # this rank waits for the coordinator now
         part = Part(
             rank=self._rank,
             host=host_name(),
@@ -311,8 +311,8 @@ class DirectWriter(StorageWriter):
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         staging = self._staging
         if staging is not None:
-            # Not earlier: the collector begins by visiting all objects that were made since its
-            # pause began, and those that DCP made for the global plan alone are freed by now.
+            # Not earlier: the collector begins by visiting all objects that were made during its
+            # pause. By now, the objects that DCP made for the global plan alone are freed.
             staging.end_planning()
         try:
             if self._is_skipped(plan):
@@ -352,7 +352,7 @@ class DirectWriter(StorageWriter):
         destination, own = self._destination, self._data_file
         plan, self._plan = self._plan, None
         if plan is not None and not plan.is_plan_of(metadata):
-            plan = None  # the planner has put something else in
+            plan = None  # the planner has replaced the metadata
         try:
             with collector_paused():
                 data, files = describe(
@@ -408,7 +408,7 @@ class DirectWriter(StorageWriter):
 
     def _write(self, plan: SavePlan, planner: StockSavePlanner) -> Sequence[WriteResult]:
         if not plan.items:
-            self._check_copies()  # this rank writes none of them, but fails if they have failed
+            self._check_copies()  # this rank writes nothing, and fails if its copies failed
             return []
         name = commit.data_file_name(self._rank, self._save_id)
         self._data_file = file = DataFile(self.path / name, shared=not self._alone)
@@ -424,7 +424,8 @@ class DirectWriter(StorageWriter):
                 job.abandon()
         except BaseException:
             file.let_go()
-            # The job has removed its file, unless it had finished. The first error is raised.
+            # The job has removed its file, unless it had finished. An error of removing it again
+            # must not hide the first one.
             with suppress(OSError):
                 file.path.unlink()
             raise

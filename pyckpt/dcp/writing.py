@@ -1,4 +1,4 @@
-"""One rank's part of a save: the items of its plan, on their way into its file."""
+"""Writes one rank's part of a save: the items of its plan, into its file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["PlannedItems", "WriteProgress", "tell_fallback"]
 
 _logger = logging.getLogger("pyckpt")
 
-_devices_told: set[int] = set()  # whose file systems refuse direct I/O, as the log has said
+_devices_told: set[int] = set()  # the log has said that their file systems refuse direct I/O
 
 
 class WriteProgress:
@@ -43,20 +43,20 @@ class WriteProgress:
 
     def __init__(self) -> None:
         self.job: _C.WriteJob | None = None
-        """That writes the file; None before there is one."""
+        """The job that writes the file; None before it is made."""
         self.items: Sequence[WriteItem] = ()
-        """That the rank writes, as soon as it knows."""
+        """The items that the rank writes; empty until it knows them."""
 
     @property
     def statistics(self) -> WriteStatistics | None:
-        """Of what is written so far; None before writing began."""
+        """Counts and times of the writing so far; None before it began."""
         job = self.job
         return None if job is None else WriteStatistics.of(job.statistics())
 
     @cached_property
     def bytes_planned(self) -> int:
-        """Bytes of the tensors that this rank writes. Adds them up when it is asked, since those
-        who do not ask should not wait for it."""
+        """Bytes of the tensors that this rank writes. They are added up at the first call, so that
+        a save does not wait for it if nobody asks."""
         return sum(
             item.tensor_data.properties.dtype.itemsize * item.tensor_data.chunk.sizes.numel()
             for item in self.items
@@ -65,7 +65,7 @@ class WriteProgress:
 
     @property
     def fraction(self) -> float:
-        """How much is written, from 0 to 1."""
+        """The share of the planned tensor bytes that is written, from 0 to 1."""
         statistics = self.statistics
         if statistics is None or not self.bytes_planned:
             return 0.0
@@ -78,14 +78,14 @@ class PlannedItems:
     Args:
         plan: the final one.
         planner: it resolves the items.
-        staging: the copies that are written; None for a save that waits.
+        staging: the copies that are written; None for a save that reads the state itself.
     """
 
     def __init__(self, plan: SavePlan, planner: StockSavePlanner, staging: Staging | None) -> None:
         self._plan = plan
         self._planner = planner
         self._staging = staging
-        # Not of a class made from it, which may resolve items to something else.
+        # Not a subclass, which may resolve items to something else.
         self._ours = planner if type(planner) is SavePlanner else None
         self._known = None if self._ours is None else self._ours.known
         self._first = None if self._known is None else self._known.first_write
@@ -93,7 +93,7 @@ class PlannedItems:
 
     @property
     def expected_size(self) -> int:
-        """Bytes that the file will have, about; objects are not counted."""
+        """About how many bytes the file will have. Objects are not counted."""
         return expected_size(self._plan) if self._first is None else self._first.expected_size
 
     def add_to(self, job: _C.WriteJob) -> None:
@@ -108,12 +108,13 @@ class PlannedItems:
         self._raws = [add(job, self._planner, item, self._settle) for item in items]
 
     def results(self, name: str, places: bytes, *, learn: bool) -> Sequence[WriteResult]:
-        """What DCP is told of the items; and remember, of a plan's first save, how it was written.
+        """The results by which DCP learns where the items lie. After the first save of a plan, this
+        also remembers how it was written.
 
         Args:
             name: of the file.
             places: where the items lie in it, as the job packs them.
-            learn: whether later saves may stage what this rank writes, and nothing else.
+            learn: whether later saves may stage only what this rank writes.
         """
         ours, known, raws = self._ours, self._known, self._raws
         items = self._plan.items
@@ -133,7 +134,7 @@ class PlannedItems:
         turn = None if ours is None else ours.turn
         if turn is None or not turn.is_packed:
             return made()
-        # To DirectWriter.finish, which knows what to make of it.
+        # Only DirectWriter.finish reads these packed results.
         before = None if known is None else known.sent
         packed, sent = _pack_results(turn, name, places, raws, before, made)
         if known is not None:
@@ -153,15 +154,15 @@ def _pack_results(
     before: Sent | None,
     make: Callable[[], Sequence[WriteResult]],
 ) -> tuple[PackedResults, Sent]:
-    """Pack what a rank wrote; and what to remember of it for the next save.
+    """Pack the results of a rank. Also return what it must remember of them for the next save.
 
     Args:
         turn: which save of which plan.
         file: the name of the rank's file.
         places: of the items, as the job packs them.
-        raws: what else is to be said of each.
-        before: what the coordinator has been told last.
-        make: the results as DCP's objects, if somebody asks.
+        raws: the other properties of each item that a result tells.
+        before: the results that the coordinator was sent last.
+        make: makes the results as DCP's objects, if somebody asks for these.
     """
     last = last_place(places)
     size = last.offset + last.length
@@ -182,7 +183,7 @@ def _pack_results(
 
 
 def tell_fallback(directory: Path, reason: str | None) -> None:
-    """Say in the log, once a device, why its file system was not written to directly."""
+    """Log, once for each device, why writes to it do not bypass the page cache."""
     if not reason:
         return
     device = os.stat(directory).st_dev

@@ -380,7 +380,7 @@ def test_a_thread_that_ends_without_a_word(tmp_path: Path, tight: pyckpt.Engine)
     thread = threading.Thread(target=begin)
     thread.start()
     thread.join()
-    staged[1].staging.over.result(60)
+    staged[1].staging.ended.result(60)
     assert tight.native.arena_used_bytes == 0
 
 

@@ -173,7 +173,7 @@ class MetricState(RankState):
         """The metrics that were saved, by path, and those that are only live or only saved.
 
         Raises:
-            LoadError: there are such, and the policy does not allow them.
+            LoadError: some are only live, or only saved, and the policy does not allow that.
         """
         metrics = self._find()
         saved = dict.fromkeys(path for state in states for path in state)
