@@ -78,7 +78,7 @@ class Saver:
         self._planner = SavePlanner()
         self._stager = PinnedStager(engine=engine)
         self._thread = self._new_thread()
-        self._overwrite = True  # of the save that was started last
+        self._overwrite = True  # the argument of the save that was started last
         # Directories of saves that failed, and the data files that they may have left there; kept
         # by the rank that commits.
         self._remains: dict[Path, set[str]] = {}
@@ -91,7 +91,7 @@ class Saver:
         self.failures = 0
         self.writing: set[int] = set()
         self.handle: SaveHandle | None = None
-        self._current: ReportingWriter | None = None  # of the last save
+        self._current: ReportingWriter | None = None  # the writer of the last save
 
     @property
     def busy(self) -> bool:
@@ -325,7 +325,7 @@ class Saver:
             if self._ranks.rank == 0 and self._current is not None:
                 files = self._remains.setdefault(handle.path, set())
                 files |= self._current.files
-            self._stager.take_failure()  # or the next save would raise the same error again
+            self._stager.take_failure()  # otherwise the next save would raise this error again
             handle.fail(failure)
             return
         try:

@@ -56,9 +56,9 @@ class Schedule:
         self._agreement = agreement
         self._ranks = ranks
         self._stopwatch = stopwatch
-        self._step: int | None = None  # of the last call of `step`
+        self._step: int | None = None  # the step of the last call of `step`
         self._saved: SaveHandle | None = None  # the last save since the last restore
-        self._calls = 0  # of `step`
+        self._calls = 0  # how often `step` was called
         self._owed = False  # whether the last save that was due was left out
         # If so, the arguments of the last call of `step`.
         self._last: tuple[int, Mapping[str, Any], Mapping[str, float]] | None = None

@@ -40,7 +40,7 @@ class _Accumulated:
     update_count: int
     states: dict[str, Any]
     extremes: dict[str, torch.Tensor] | None = None
-    """Of a ``MinMaxMetric``, if they were saved."""
+    """The extremes of a ``MinMaxMetric``, if they were saved."""
 
 
 def accumulated(state: Mapping[str, Any], metrics: Mapping[str, Metric]) -> dict[str, _Accumulated]:

@@ -93,8 +93,9 @@ def _set_or_seed(set_state: Any, seed: Any, value: Any) -> None:
 
 
 def _set_numpy(state: Any) -> None:
-    # NumPy accepts any position in its block of numbers, and would read beyond the block.
-    if isinstance(state, Mapping):  # of a generator that the program has set as the global one
+    # NumPy accepts any position in its block of numbers, and would read beyond the block. A mapping
+    # is the state of a generator that the program has set as the global one.
+    if isinstance(state, Mapping):
         inner = state.get("state")
         places = [(inner.get("pos", 0), 624)] if isinstance(inner, Mapping) else []
         places.append((state.get("buffer_pos", 0), 4))

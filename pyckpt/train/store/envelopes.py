@@ -114,7 +114,7 @@ def _holds_the_tensor(item: _Item, file: Any) -> bool:
     try:
         with zipfile.ZipFile(Window(file, begin, length)) as archive:  # type: ignore[arg-type]
             for record in archive.infolist():
-                if not record.filename.endswith("/data/0"):  # that is the tensor
+                if not record.filename.endswith("/data/0"):  # the tensor itself
                     archive.read(record)
     except OSError:
         raise

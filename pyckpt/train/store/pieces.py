@@ -88,7 +88,7 @@ def read_pieces(
         for (payload, at, length), view in zip(batch, views, strict=True):
             found = next(checksums) if length else 0
             if at:
-                found ^= _C.crc32_shift(crc32, length)  # of the pieces before
+                found ^= _C.crc32_shift(crc32, length)  # the earlier pieces
             crc32 = found
             if at + length == payload.length and crc32 != payload.crc32:
                 raise CorruptCheckpoint(

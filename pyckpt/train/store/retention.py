@@ -28,9 +28,9 @@ class Retention:
     """How many of the newest to keep. None keeps all, whatever the other two are. 0 keeps none once
     a newer or final one exists."""
     keep_every: int | None = None
-    """Those whose step is a multiple of this."""
+    """Keep also checkpoints whose step is a multiple of this."""
     keep_best: Best | None = None
-    """``(metric, n, mode)``: the n with the smallest ("min") or largest ("max") value."""
+    """``(metric, n, mode)``: keep also the n with the smallest ("min") or largest ("max") value."""
 
     def __post_init__(self) -> None:
         if self.keep_last is not None:

@@ -81,7 +81,7 @@ def _one_at_a_time(directory: Path) -> Iterator[None]:
 
 
 def _is_same_config(temporary: Path, target: Path, names: Sequence[str]) -> bool:
-    """Whether an export is a single file, and its ``config.json`` is the one that is there already."""
+    """Whether an export is a single file, with the ``config.json`` that is there already."""
     if list(names[:-1]) != [CONFIG]:
         return False
     try:

@@ -109,7 +109,7 @@ class GroupAgreement(Agreement):
         self._step = _NEVER
         self._promised: int | None = None
         self._in_force = Facts()
-        self._coming: list[tuple[int, Facts]] = []  # from which step on
+        self._coming: list[tuple[int, Facts]] = []  # and the step that each begins at
         self._over = False
         self._step_seconds = 0.0
         self._stepped = 0.0
