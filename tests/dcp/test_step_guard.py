@@ -166,7 +166,7 @@ def compiled_loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> C
 
 # Of torch itself, when it first traces a step.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("compiled", [compiled_step, slow(compiled_loop)])
+@pytest.mark.parametrize("compiled", [slow(compiled_step), slow(compiled_loop)])
 def test_saves_are_no_reason_to_compile_again(
     tmp_path: Path, small_engine: pyckpt.Engine, compiled: Callable[..., Callable[[], object]]
 ) -> None:

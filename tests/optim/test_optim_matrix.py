@@ -82,7 +82,7 @@ def give_gradients(*optimizers: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("name", "flags"), sampled(CASES, 5))
+@pytest.mark.parametrize(("name", "flags"), sampled(CASES, 7))
 def test_learned_is_what_the_optimizer_creates(
     simulation: Simulation, name: str, flags: str, dtype: torch.dtype
 ) -> None:
@@ -100,7 +100,7 @@ def test_learned_is_what_the_optimizer_creates(
     assert optim.check(optimizer) == []
 
 
-@pytest.mark.parametrize(("name", "flags", "dtype", "source"), sampled(LOADS, 7))
+@pytest.mark.parametrize(("name", "flags", "dtype", "source"), sampled(LOADS, 13))
 def test_load_state_dict(
     simulation: Simulation, name: str, flags: str, dtype: torch.dtype, source: str, tmp_path: Path
 ) -> None:
@@ -148,7 +148,7 @@ def test_flags_that_differ(
 
 
 @pytest.mark.parametrize("map_location", ["cpu", "cuda"])
-@pytest.mark.parametrize(("name", "flags"), sampled(CASES, 5))
+@pytest.mark.parametrize(("name", "flags"), sampled(CASES, 7))
 def test_repair_after_a_stock_load(
     simulation: Simulation, name: str, flags: str, map_location: str, tmp_path: Path
 ) -> None:
@@ -169,7 +169,7 @@ def test_repair_after_a_stock_load(
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize(("name", "flags"), sampled(CASES, 5))
+@pytest.mark.parametrize(("name", "flags"), sampled(CASES, 7))
 def test_move_to_the_host_and_back(simulation: Simulation, name: str, flags: str) -> None:
     _, optimizer = trained(name, flags, torch.bfloat16)
     native, before = places(optimizer), results(optimizer)
@@ -180,7 +180,7 @@ def test_move_to_the_host_and_back(simulation: Simulation, name: str, flags: str
     assert all(torch.equal(a, b) for a, b in zip(results(optimizer), before, strict=True))
 
 
-@pytest.mark.parametrize(("name", "flags"), sampled(CASES, 5))
+@pytest.mark.parametrize(("name", "flags"), sampled(CASES, 7))
 def test_move_keeps_host_keys_on_the_host(simulation: Simulation, name: str, flags: str) -> None:
     """Lightning #19955: everything has been moved to the GPU."""
     _, optimizer = trained(name, flags, torch.float32)

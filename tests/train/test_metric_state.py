@@ -182,7 +182,7 @@ def load_sum(path: str) -> tuple[float, float]:
         return local, float(metric.compute())
 
 
-@pytest.mark.parametrize("consolidate", [False, True])
+@pytest.mark.parametrize("consolidate", [False, slow(True)])
 @pytest.mark.parametrize("first", [20, slow(10)])
 def test_where_others_lose_half(first: float, consolidate: bool, tmp_path: Path) -> None:
     """20 and 40 are 60: Lightning 2.6.6 restores 20 and 20. 10 and 20 are 30: DCP restores the
