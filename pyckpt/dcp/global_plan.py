@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -92,9 +97,8 @@ class GlobalPlan:
         self.native = native
         # A byte a rank.
         self._named_by = bytearray([True] * len(blocks) if named_by is None else named_by)
-        self._keys: Any = KeysMapping(native.columns)
         self._planner_data = native.paths()
-        self._described: Metadata | None = None
+        self._described: dict[str, Any] | None = None
         self._numbers = itertools.count()
         # Of each rank, by the number of a save: results that say it all. Where saves overlap, those
         # of earlier ones may be what others build on.
@@ -143,19 +147,22 @@ class GlobalPlan:
             for_us: whether the writer is ours, so that ``state_dict_metadata`` may be a mapping
                 whose objects are made when somebody looks. Others may expect a dict.
         """
+        # Each save has its own, which a program may change.
+        planner_data = dict(self._planner_data)
+        keys: Any = KeysMapping(self.native.columns)
         if for_us:
-            return Metadata(self._keys, self._planner_data)
+            return Metadata(keys, planner_data)
         if self._described is None:
-            self._described = Metadata(self._keys.copy(), self._planner_data)
-        return Metadata(self._described.state_dict_metadata, self._planner_data)
+            self._described = keys.copy()
+        return Metadata(
+            {key: _copied(value) for key, value in self._described.items()}, planner_data
+        )
 
     def is_plan_of(self, metadata: Metadata) -> bool:
         """Whether `metadata` made it for our writer, and nobody has put another description into it
         since."""
-        return (
-            metadata.state_dict_metadata is self._keys
-            and metadata.planner_data is self._planner_data
-        )
+        keys = metadata.state_dict_metadata
+        return isinstance(keys, KeysMapping) and keys.columns is self.native.columns
 
     def complete(
         self, metadata: Metadata, results: Sequence[PackedResults], encode: Callable[[Metadata], T]
@@ -179,7 +186,10 @@ class GlobalPlan:
             told = {of_rank.turn.rank for of_rank in results}
             for rank in range(len(self.blocks)):
                 if rank not in told and self.native.written(rank):
-                    raise PyckptError(f"rank {rank} did not say where it wrote its items")
+                    raise PyckptError(
+                        f"rank {rank} did not say where it wrote its items; a writer that leaves "
+                        "items out does so in prepare_local_plan"
+                    )
             for of_rank in results:
                 self._place(of_rank)
             metadata.storage_data = PlacesMapping(self.native.columns)
@@ -226,6 +236,15 @@ class GlobalPlan:
             ]
         except (KeyError, ValueError) as error:
             raise PyckptError(f"the results of rank {rank} cannot be read: {error}") from None
+
+
+def _copied(described: Any) -> Any:
+    if not isinstance(described, TensorStorageMetadata):
+        return BytesStorageMetadata()
+    # The rest of it cannot be changed.
+    return TensorStorageMetadata(
+        copy.copy(described.properties), described.size, list(described.chunks)
+    )
 
 
 def _info(file: str, place: tuple[Any, ...]) -> StorageInfo:

@@ -186,6 +186,7 @@ class SavePlanner(DefaultSavePlanner):
         if (
             first is not None
             and plan is not None
+            and all(isinstance(of_rank.items, ImpliedItems) for of_rank in all_plans)
             and len(known) == len(plan.blocks)
             and known == [Known(first.name, rank) for rank in range(len(known))]
         ):
@@ -206,19 +207,27 @@ class SavePlanner(DefaultSavePlanner):
         blocks: list[bytes | None] = []
         wrote: list[bytes | None] = []
         named_by = []
-        for plan, of_rank, earlier in zip(all_plans, known, before, strict=True):
-            if of_rank is not None and earlier is not None:
-                # In another process group it may have had another number.
-                blocks.append(earlier.blocks[of_rank.rank])
-                wrote.append(earlier.native.wrote(of_rank.rank))
-                named_by.append(True)
-                # Whatever comes of this save: it remembers a plan that it has named only where that
-                # is the answer.
-                earlier.is_forgotten_by(of_rank.rank)
-            else:
+        all_plans = list(all_plans)
+        for i, (plan, of_rank, earlier) in enumerate(zip(all_plans, known, before, strict=True)):
+            if of_rank is None or earlier is None:
                 blocks.append(_block_of(plan))
                 wrote.append(None)
                 named_by.append(getattr(plan.items, "is_remembered", False))
+                continue
+            # In another process group it may have had another number.
+            block: bytes | None = earlier.blocks[of_rank.rank]
+            mask: bytes | None = earlier.native.wrote(of_rank.rank)
+            if not isinstance(plan.items, ImpliedItems):
+                # Its writer has put other items in.
+                paths = dict(PackedPaths(earlier.blocks[of_rank.rank]))
+                all_plans[i] = dataclasses.replace(plan, planner_data=paths)
+                block = mask = None
+            blocks.append(block)
+            wrote.append(mask)
+            named_by.append(True)
+            # Whatever comes of this save: it remembers a plan that it has named only where that is
+            # the answer.
+            earlier.is_forgotten_by(of_rank.rank)
         global_plans.forget_unnamed()
         whole = [block for block in blocks if block is not None]
         if type(self) is not SavePlanner or len(whole) < len(blocks):
@@ -299,15 +308,16 @@ class SavePlanner(DefaultSavePlanner):
         known, answer = self.known, new_plan.planner_data
         self.turn = None
         if isinstance(answer, Turn) and known is not None:
-            self.turn = answer
             known_plans.keep(known.name, known)
-            self.plan = dataclasses.replace(known.final, storage_data=new_plan.storage_data)
-            return self.plan
+            if isinstance(new_plan.items, ImpliedItems):
+                self.turn = answer
+                self.plan = dataclasses.replace(known.final, storage_data=new_plan.storage_data)
+                return self.plan
         # Where this rank sent a name and has a plan back, another rank's state has changed.
         local, self._local = self._local if known is None else known.local, None
         shape = self._shape if known is None else known.shape
         self.known = None
-        # A writer may have put other items in.
+        # The coordinator's writer may have put other items in.
         if isinstance(answer, New) and isinstance(new_plan.items, ImpliedItems):
             assert local is not None  # or else the coordinator would have sent items
             self.turn = answer.turn
