@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -311,6 +311,16 @@ def _number(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
+def _table(title: str, headings: Sequence[str], rows: Iterable[Iterable[str]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column(headings[0], max_width=32)
+    for heading in headings[1:]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 @dataclass
 class Report:
     """Collects, prints, and writes what a run measured."""
@@ -352,22 +362,28 @@ class Report:
         self, title: str, group: str, metrics: Mapping[str, tuple[str, Callable[[float], float]]]
     ) -> None:
         """Print a group: for each metric (heading, conversion) its median and, of more samples
-        than one, its range below it."""
-        single = all(len(s.samples) == 1 for v in self.results[group].values() for s in v.values())
-        table = Table(title=title, title_justify="left", title_style="bold")
-        table.add_column("variant", max_width=32)
-        for heading, _ in metrics.values():
-            table.add_column(heading, justify="right", no_wrap=True)
-        for variant, spreads in self.results[group].items():
-            row = [variant]
-            for metric, (_, convert) in metrics.items():
-                spread = spreads.get(metric)
-                values = [] if spread is None else [convert(value) for value in spread.samples]
-                cell = _number(statistics.median(values)) if values else ""
-                if values and not single:
-                    cell += f"\n[dim]{_number(min(values))}..{_number(max(values))}[/]"
-                row.append(cell)
-            table.add_row(*row)
+        than one, its range below it. Variants stand below each other, or beside each other where
+        that would be too wide."""
+        of_group = self.results[group]
+        single = all(len(s.samples) == 1 for v in of_group.values() for s in v.values())
+
+        def cell(variant: str, metric: str) -> str:
+            spread = of_group[variant].get(metric)
+            if spread is None or not spread.samples:
+                return ""
+            values = [metrics[metric][1](value) for value in spread.samples]
+            text = _number(statistics.median(values))
+            if not single:
+                text += f"\n[dim]{_number(min(values))}..{_number(max(values))}[/]"
+            return text
+
+        headings = [heading for heading, _ in metrics.values()]
+        rows = [[variant, *(cell(variant, metric) for metric in metrics)] for variant in of_group]
+        table = _table(title, ["variant", *headings], rows)
+        unlimited = self.console.options.update(max_width=10_000)
+        if self.console.measure(table, options=unlimited).minimum > self.console.width:
+            turned = zip(headings, *(row[1:] for row in rows), strict=True)
+            table = _table(title, ["", *of_group], turned)
         self.console.print(table)
 
     def target(

@@ -257,6 +257,7 @@ void register_plan(py::module_& module) {
       .def_property_readonly("conflicts", &GlobalPlan::conflicts)
       .def_property_readonly("errors", &GlobalPlan::errors)
       .def_property_readonly("columns", &GlobalPlan::columns)
+      .def_property_readonly("memory_bytes", &GlobalPlan::memory_bytes)
       .def(
           "written",
           [](const GlobalPlan& plan, size_t rank) {

@@ -14,6 +14,9 @@ namespace {
 
 constexpr uint32_t kNone = UINT32_MAX;
 constexpr size_t kErrorsMax = 100;  // more are not read
+// About what Columns take for an item, besides its chunk, and for a key.
+constexpr size_t kColumnsBytes = 4 * sizeof(uint64_t) + 2 * sizeof(uint32_t);
+constexpr size_t kKeyBytes = 64;
 
 uint64_t mixed(uint64_t hash, uint64_t value) {
   hash = (hash ^ value) * 0x9E3779B97F4A7C15U;
@@ -349,6 +352,21 @@ std::vector<std::pair<const KeyTable*, uint32_t>> GlobalPlan::paths() const {
     }
   }
   return paths;
+}
+
+size_t GlobalPlan::memory_bytes() const {
+  size_t bytes = first_.capacity() * sizeof(first_[0]) + answers_.capacity() * sizeof(answers_[0]) +
+                 first_written_.capacity() * sizeof(first_written_[0]) +
+                 written_.capacity() * sizeof(written_[0]) + files_.capacity() * sizeof(files_[0]);
+  for (const Table& table : tables_) bytes += table.keys->memory_bytes();
+  if (columns_ == nullptr) return bytes;
+  bytes += columns_->item_count() * kColumnsBytes;
+  for (uint32_t key = 0; key < columns_->key_count(); ++key) {
+    const size_t boxes = 1 + 2 * columns_->items_of(key);
+    bytes += kKeyBytes + columns_->name(key).size() +
+             (columns_->is_tensor(key) ? boxes * columns_->dims(key) * sizeof(int64_t) : 0);
+  }
+  return bytes;
 }
 
 // --- results

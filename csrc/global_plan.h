@@ -63,6 +63,9 @@ class GlobalPlan {
   // first, and each as the first rank says it.
   std::vector<std::pair<const KeyTable*, uint32_t>> paths() const;
 
+  // About what it takes, with the columns.
+  size_t memory_bytes() const;
+
   // Says where the items lie that a rank wrote, in a file of that name. Throws
   // std::invalid_argument for results that are damaged, or of other items. One thread at a time.
   void place(size_t rank, const std::string& file, std::string_view places);

@@ -64,6 +64,11 @@ class KeyTable {
   }
   // Bytes of the tensor as a whole, by which ranks' loads are balanced; 1 where it has none.
   uint64_t weight(uint32_t key) const { return keys_[key].weight; }
+  // About what it takes.
+  size_t memory_bytes() const {
+    return keys_.capacity() * sizeof(Key) + names_.capacity() +
+           parts_.capacity() * sizeof(PathPart) + numbers_.capacity() * sizeof(int64_t);
+  }
 
  private:
   struct Key {

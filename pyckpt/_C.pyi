@@ -528,6 +528,8 @@ class GlobalPlan:
     errors: list[str]
     """What is wrong with chunks; the plan must not be used where there is any."""
     columns: Columns
+    memory_bytes: int
+    """About what it takes, with the columns."""
     def __init__(self, blocks: Sequence[bytes], wrote: Sequence[bytes | None]) -> None: ...
     def written(self, rank: int) -> int:
         """How many items a rank writes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -43,6 +44,23 @@ def test_it_runs_to_its_end(tmp_path: Path, name: str, sections: list[str]) -> N
     if content["machine"]["fio"] is not None:
         assert all(target["value"] is not None for target in content["targets"])
     assert list((tmp_path / "scratch").iterdir()) == []
+
+
+@pytest.mark.parametrize("width", [50, 200])
+def test_tables_show_all_of_the_names(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """Of variants and of metrics, on a terminal that is too narrow for them, too."""
+    console = pytest.importorskip("rich.console")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from _common import Report
+
+    shown = io.StringIO()
+    report = Report("name", {}, {}, console=console.Console(width=width, file=shown))
+    metrics = {f"m{i}": (f"metric-{i}", float) for i in range(10)}
+    report.add("group", {name: [dict.fromkeys(metrics, 1.5)] for name in ("stock", "pyckpt")})
+    report.table("title", "group", metrics)
+    words = shown.getvalue().split()
+    assert {"stock", "pyckpt", *(heading for heading, _ in metrics.values())} <= set(words)
+    assert sum("1.5" in word for word in words) == 20
 
 
 LINES = BENCHMARKS / "lines"

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakSet
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
 from pyckpt.dcp.committed import look_up
@@ -205,6 +210,9 @@ def describe(
         results: of the ranks that wrote.
         plan: the plan from which the metadata was made; None if it is not remembered.
         path, save_id: of the checkpoint.
+
+    Raises:
+        PyckptError: the results are not those of the plan.
     """
     look_up(metadata)  # a planner may return the metadata of an earlier save again
     metadata.version = CURRENT_DCP_VERSION
@@ -220,7 +228,22 @@ def describe(
     metadata.storage_data = {
         result.index: result.storage_data for of_rank in results for result in of_rank
     }
+    _refuse_gaps(metadata)
     return encode(metadata), {info.relative_path for info in metadata.storage_data.values()}
+
+
+def _refuse_gaps(metadata: Metadata) -> None:
+    """Refuse metadata that speaks of what nobody wrote: no `DirectReader` would take it."""
+    for key, described in metadata.state_dict_metadata.items():
+        if isinstance(described, TensorStorageMetadata):
+            wanted = [MetadataIndex(key, chunk.offsets) for chunk in described.chunks]
+        else:
+            wanted = [MetadataIndex(key)]
+        if any(index not in metadata.storage_data for index in wanted):
+            raise SaveError(
+                f"{key} is in the plan, and nobody wrote all of it. A writer that leaves items out "
+                "does so in prepare_local_plan; nothing was committed"
+            )
 
 
 def _file_of(results: Sequence[WriteResult]) -> tuple[str, int] | None:

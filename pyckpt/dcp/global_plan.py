@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -18,7 +25,7 @@ from pyckpt.format.columns import KeysMapping, PlacesMapping, storage_info
 from pyckpt.locks import fork_safe_lock
 from pyckpt.private import StorageInfo
 
-__all__ = ["GlobalPlan", "PackedResults", "global_plan_of", "global_plans"]
+__all__ = ["GlobalPlan", "GlobalPlans", "PackedResults", "global_plan_of", "global_plans"]
 
 T = TypeVar("T")
 
@@ -65,6 +72,9 @@ class PackedResults(LazySequence):
 
 # As many saves of one plan may overlap.
 _TOLD_MAX = 4
+# About what a path takes, and a chunk as DCP's object.
+_PATH_BYTES = 300
+_CHUNK_BYTES = 400
 
 
 class GlobalPlan:
@@ -73,20 +83,45 @@ class GlobalPlan:
     Args:
         blocks: what each rank said that it has.
         native: made of them.
+        named_by: of each rank, whether it remembers the plan; the others never name it. All do,
+            where it is left out.
     """
 
-    def __init__(self, blocks: list[bytes], native: _C.GlobalPlan) -> None:
+    def __init__(
+        self,
+        blocks: list[bytes],
+        native: _C.GlobalPlan,
+        named_by: Sequence[bool] | None = None,
+    ) -> None:
         self.blocks = blocks
         self.native = native
-        self._keys: Any = KeysMapping(native.columns)
+        # A byte a rank.
+        self._named_by = bytearray([True] * len(blocks) if named_by is None else named_by)
         self._planner_data = native.paths()
-        self._described: Metadata | None = None
+        self._described: dict[str, Any] | None = None
         self._numbers = itertools.count()
         # Of each rank, by the number of a save: results that say it all. Where saves overlap, those
         # of earlier ones may be what others build on.
         self._told: list[dict[int, bytes]] = [{} for _ in blocks]
+        self._told_bytes = 0
         self._settled: list[int | None] = [None] * len(blocks)
         self._lock = fork_safe_lock()
+
+    @property
+    def memory_bytes(self) -> int:
+        """About what it takes."""
+        known = sum(map(len, self.blocks)) + self.native.memory_bytes + self._told_bytes
+        objects = 0 if self._described is None else self.native.columns.item_count
+        return known + len(self._planner_data) * _PATH_BYTES + objects * _CHUNK_BYTES
+
+    @property
+    def can_be_named(self) -> bool:
+        """Whether a rank may still name it, as far as the coordinator knows."""
+        return any(self._named_by)
+
+    def is_forgotten_by(self, rank: int) -> None:
+        """Rank ``rank`` of the plan will not name it again."""
+        self._named_by[rank] = False
 
     def turns(self, name: str, *, is_packed: bool) -> list[Turn]:
         """The answers to all ranks for one more save by this plan.
@@ -112,19 +147,22 @@ class GlobalPlan:
             for_us: whether the writer is ours, so that ``state_dict_metadata`` may be a mapping
                 whose objects are made when somebody looks. Others may expect a dict.
         """
+        # Each save has its own, which a program may change.
+        planner_data = dict(self._planner_data)
+        keys: Any = KeysMapping(self.native.columns)
         if for_us:
-            return Metadata(self._keys, self._planner_data)
+            return Metadata(keys, planner_data)
         if self._described is None:
-            self._described = Metadata(self._keys.copy(), self._planner_data)
-        return Metadata(self._described.state_dict_metadata, self._planner_data)
+            self._described = keys.copy()
+        return Metadata(
+            {key: _copied(value) for key, value in self._described.items()}, planner_data
+        )
 
     def is_plan_of(self, metadata: Metadata) -> bool:
         """Whether `metadata` made it for our writer, and nobody has put another description into it
         since."""
-        return (
-            metadata.state_dict_metadata is self._keys
-            and metadata.planner_data is self._planner_data
-        )
+        keys = metadata.state_dict_metadata
+        return isinstance(keys, KeysMapping) and keys.columns is self.native.columns
 
     def complete(
         self, metadata: Metadata, results: Sequence[PackedResults], encode: Callable[[Metadata], T]
@@ -148,7 +186,10 @@ class GlobalPlan:
             told = {of_rank.turn.rank for of_rank in results}
             for rank in range(len(self.blocks)):
                 if rank not in told and self.native.written(rank):
-                    raise PyckptError(f"rank {rank} did not say where it wrote its items")
+                    raise PyckptError(
+                        f"rank {rank} did not say where it wrote its items; a writer that leaves "
+                        "items out does so in prepare_local_plan"
+                    )
             for of_rank in results:
                 self._place(of_rank)
             metadata.storage_data = PlacesMapping(self.native.columns)
@@ -171,9 +212,10 @@ class GlobalPlan:
         if results.against is None:
             self._settled[rank] = number
             told[number] = results.data
+            self._told_bytes += len(results.data)
             for other in list(told)[:-_TOLD_MAX]:
                 if other not in (number, self._settled[rank]):
-                    del told[other]
+                    self._told_bytes -= len(told.pop(other))
 
     def results_of(self, results: PackedResults) -> list[WriteResult]:
         """What a rank wrote, as DCP's objects."""
@@ -196,6 +238,15 @@ class GlobalPlan:
             raise PyckptError(f"the results of rank {rank} cannot be read: {error}") from None
 
 
+def _copied(described: Any) -> Any:
+    if not isinstance(described, TensorStorageMetadata):
+        return BytesStorageMetadata()
+    # The rest of it cannot be changed.
+    return TensorStorageMetadata(
+        copy.copy(described.properties), described.size, list(described.chunks)
+    )
+
+
 def _info(file: str, place: tuple[Any, ...]) -> StorageInfo:
     offset, length, payload_offset, payload_length, crc32, stride = place
     if payload_offset is None:
@@ -211,8 +262,62 @@ def _info(file: str, place: tuple[Any, ...]) -> StorageInfo:
     )
 
 
-global_plans: PlanCache[GlobalPlan] = PlanCache(64)
-"""Of the saves that this process coordinates."""
+class GlobalPlans(PlanCache[GlobalPlan]):
+    """The plans of the saves that this process coordinates.
+
+    Keeps those that ranks may name: at most ``most``, of at most ``most_bytes`` bytes together. The
+    plan of the last save is kept whatever it takes. A plan that is not kept is found as long as a
+    save goes on by it.
+    """
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        super().__init__(most)
+        self.most_bytes = most_bytes
+        self._alive: WeakValueDictionary[str, GlobalPlan] = WeakValueDictionary()
+        self._forgotten: deque[str] = deque(maxlen=16)
+
+    @property
+    def forgotten(self) -> tuple[str, ...]:
+        """The names of the last plans that had to make room for others, while ranks might still
+        have named them."""
+        with self._lock:
+            return tuple(self._forgotten)
+
+    def get(self, name: str) -> GlobalPlan | None:
+        with self._lock:
+            return self._plans.get(name) or self._alive.get(name)
+
+    def keep(self, name: str, plan: GlobalPlan) -> None:
+        with self._lock:
+            self._alive[name] = plan
+        if plan.can_be_named:
+            super().keep(name, plan)
+
+    def forget_unnamed(self) -> None:
+        """Forget the plans that no rank will name again."""
+        with self._lock:
+            for name in [n for n, plan in self._plans.items() if not plan.can_be_named]:
+                del self._plans[name]
+
+    def _make_room(self) -> None:
+        sizes = {name: plan.memory_bytes for name, plan in self._plans.items()}
+        total = sum(sizes.values())
+        while len(self._plans) > max(1, self.most) or (
+            len(self._plans) > 1 and total > self.most_bytes
+        ):
+            name, _ = self._plans.popitem(last=False)
+            total -= sizes[name]
+            self._forgotten.append(name)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._plans.clear()
+            self._alive.clear()
+            self._forgotten.clear()
+
+
+global_plans = GlobalPlans(64, 1 << 30)
+"""Of this process. A plan of three million items takes some 400 MiB."""
 
 
 def global_plan_of(plans: Sequence[SavePlan]) -> GlobalPlan | None:

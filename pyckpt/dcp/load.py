@@ -124,7 +124,9 @@ def load(
             whatever code the file holds. PyTorch's ``FileSystemReader`` does so.
         share_reads: whether ranks that want the same bytes read them once. One of the ranks reads
             and verifies them, and hands them on through the process group. All ranks must agree.
-            It pays where the network between the ranks is faster than the file system.
+            It pays where the network between the ranks is faster than the file system. Of a
+            checkpoint that does not name its save (``save_id``; PyTorch and pyckpt write one) each
+            rank reads its own.
 
     Returns:
         A report of what this rank loaded, created, converted, kept and left out; for a directory
@@ -175,6 +177,8 @@ def load(
         planner._items_stay = _leaves_items(reader)
         # Ranks that share what they read have to know each item.
         planner._reads_plain = type(reader) is DirectReader and type(shown) is _HonestReader
+        if isinstance(shown, _SharingReader):
+            vars(planner)["finish_plan"] = shown.finishing(planner)
         states = {
             key: value.state_dict() if _is_stateful(value) else value
             for key, value in sorted(state_dict.items(), key=lambda entry: str(entry[0]))
@@ -326,12 +330,29 @@ class _SharingReader(_HonestReader):
     ) -> None:
         super().__init__(reader, change)
         self._group = group
+        self._failure: Exception | None = None
+
+    def finishing(self, planner: LoadPlanner) -> Callable[[LoadPlan], LoadPlan]:
+        """The planner's ``finish_plan``, once. `read_data` follows it, where other ranks wait for
+        this one. So what it raises is raised there."""
+
+        def finish_plan(plan: LoadPlan) -> LoadPlan:
+            del vars(planner)["finish_plan"]
+            try:
+                return planner.finish_plan(plan)
+            except Exception as error:
+                self._failure = error
+                return plan
+
+        return finish_plan
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Any:
         from pyckpt.dcp.sharing import read_shared
 
         with portable_errors():
-            self.of_others = read_shared(self._reader, plan, planner, self._group)
+            self.of_others = read_shared(
+                self._reader, plan, planner, self._group, failure=self._failure
+            )
         future: Future[None] = Future()
         future.set_result(None)
         return future

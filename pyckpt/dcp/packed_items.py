@@ -189,10 +189,17 @@ class PackedItems(LazySequence):
     Args:
         block: of `pack`.
         items: that are in it, where this process has them anyway.
+        is_remembered: whether the rank will remember the plan that is made of it, by its name.
     """
 
-    def __init__(self, block: bytes, items: Sequence[WriteItem] | None = None) -> None:
+    def __init__(
+        self,
+        block: bytes,
+        items: Sequence[WriteItem] | None = None,
+        is_remembered: bool = False,
+    ) -> None:
         self.block = block
+        self.is_remembered = is_remembered
         if items is not None:
             self._made = items
 
@@ -200,7 +207,7 @@ class PackedItems(LazySequence):
         return _unpack(_opened(self.block))
 
     def __reduce__(self) -> Any:
-        return PackedItems, (self.block,)
+        return PackedItems, (self.block, None, self.is_remembered)
 
 
 class PackedPaths(Mapping[str, Any]):

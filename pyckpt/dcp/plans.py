@@ -67,6 +67,8 @@ class New(NamedTuple):
     turn: Turn
     answer: bytes
     """Which of its items the rank writes; for `chosen`."""
+    forgotten: tuple[str, ...] = ()
+    """The names of plans that the coordinator no longer has."""
 
 
 def new_name() -> str:
@@ -216,10 +218,16 @@ class PlanCache(Generic[P]):
     def keep(self, name: str, plan: P) -> None:
         """Remember a plan that is used now."""
         with self._lock:
+            is_new = name not in self._plans
             self._plans[name] = plan
             self._plans.move_to_end(name)
-            while len(self._plans) > self.most:
-                self._plans.popitem(last=False)
+            if is_new:
+                self._make_room()
+
+    def _make_room(self) -> None:
+        """Forget what there are too many of. Called with the lock held, and a new plan kept."""
+        while len(self._plans) > self.most:
+            self._plans.popitem(last=False)
 
     def forget(self, name: str) -> None:
         """Forget the plan of a name, if there is one."""

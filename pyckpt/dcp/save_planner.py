@@ -163,7 +163,7 @@ class SavePlanner(DefaultSavePlanner):
         block = pack(plan.items, mappings) if isinstance(mappings, dict) else None
         if block is None:
             return plan
-        self._local = PackedItems(block, plan.items)
+        self._local = PackedItems(block, plan.items, is_remembered=self._shape is not None)
         items: Any = self._local
         return dataclasses.replace(plan, items=items, planner_data=PackedPaths(block, mappings))
 
@@ -186,6 +186,7 @@ class SavePlanner(DefaultSavePlanner):
         if (
             first is not None
             and plan is not None
+            and all(isinstance(of_rank.items, ImpliedItems) for of_rank in all_plans)
             and len(known) == len(plan.blocks)
             and known == [Known(first.name, rank) for rank in range(len(known))]
         ):
@@ -205,14 +206,29 @@ class SavePlanner(DefaultSavePlanner):
     ) -> tuple[list[SavePlan], Metadata]:
         blocks: list[bytes | None] = []
         wrote: list[bytes | None] = []
-        for plan, of_rank, earlier in zip(all_plans, known, before, strict=True):
-            if of_rank is not None and earlier is not None:
-                # In another process group it may have had another number.
-                blocks.append(earlier.blocks[of_rank.rank])
-                wrote.append(earlier.native.wrote(of_rank.rank))
-            else:
+        named_by = []
+        all_plans = list(all_plans)
+        for i, (plan, of_rank, earlier) in enumerate(zip(all_plans, known, before, strict=True)):
+            if of_rank is None or earlier is None:
                 blocks.append(_block_of(plan))
                 wrote.append(None)
+                named_by.append(getattr(plan.items, "is_remembered", False))
+                continue
+            # In another process group it may have had another number.
+            block: bytes | None = earlier.blocks[of_rank.rank]
+            mask: bytes | None = earlier.native.wrote(of_rank.rank)
+            if not isinstance(plan.items, ImpliedItems):
+                # Its writer has put other items in.
+                paths = dict(PackedPaths(earlier.blocks[of_rank.rank]))
+                all_plans[i] = dataclasses.replace(plan, planner_data=paths)
+                block = mask = None
+            blocks.append(block)
+            wrote.append(mask)
+            named_by.append(True)
+            # Whatever comes of this save: it remembers a plan that it has named only where that is
+            # the answer.
+            earlier.is_forgotten_by(of_rank.rank)
+        global_plans.forget_unnamed()
         whole = [block for block in blocks if block is not None]
         if type(self) is not SavePlanner or len(whole) < len(blocks):
             return self._plan_in_python(all_plans, blocks, wrote)
@@ -227,10 +243,12 @@ class SavePlanner(DefaultSavePlanner):
                 f"Failed to validate global plan: {some(native.errors, _ERRORS_SHOWN)}"
             )
         name = new_name()
-        made = GlobalPlan(whole, native)
+        made = GlobalPlan(whole, native, named_by)
         global_plans.keep(name, made)
+        forgotten = global_plans.forgotten
         answers = [
-            New(turn, native.answer(turn.rank)) for turn in made.turns(name, is_packed=for_us)
+            New(turn, native.answer(turn.rank), forgotten)
+            for turn in made.turns(name, is_packed=for_us)
         ]
         return _answers(all_plans, made, answers), made.metadata(for_us=for_us)
 
@@ -290,18 +308,21 @@ class SavePlanner(DefaultSavePlanner):
         known, answer = self.known, new_plan.planner_data
         self.turn = None
         if isinstance(answer, Turn) and known is not None:
-            self.turn = answer
             known_plans.keep(known.name, known)
-            self.plan = dataclasses.replace(known.final, storage_data=new_plan.storage_data)
-            return self.plan
+            if isinstance(new_plan.items, ImpliedItems):
+                self.turn = answer
+                self.plan = dataclasses.replace(known.final, storage_data=new_plan.storage_data)
+                return self.plan
         # Where this rank sent a name and has a plan back, another rank's state has changed.
         local, self._local = self._local if known is None else known.local, None
         shape = self._shape if known is None else known.shape
         self.known = None
-        # A writer may have put other items in.
+        # The coordinator's writer may have put other items in.
         if isinstance(answer, New) and isinstance(new_plan.items, ImpliedItems):
             assert local is not None  # or else the coordinator would have sent items
             self.turn = answer.turn
+            for name in answer.forgotten:
+                known_plans.forget(name)  # so that a state dict of it is planned anew
             new_plan = dataclasses.replace(new_plan, items=chosen(local, answer.answer))
             if shape is not None:
                 name, rank = answer.turn.name, answer.turn.rank

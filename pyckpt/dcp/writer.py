@@ -115,7 +115,8 @@ class DirectWriter(StorageWriter):
         self._skips = False
         self._plan: GlobalPlan | None = None  # of all ranks; only the rank that commits has it
         self.staged: Future[None] = Future()
-        """Done when the state of the last asynchronous save is copied."""
+        """Done when the state of the last asynchronous save is copied. Cancelled if the save failed
+        before that began."""
         self.written: Future[None] = Future()
         """Done when this rank's file of the last asynchronous save is complete, and durable.
         Cancelled if the save failed before this rank wrote, or if another process makes the save.
@@ -230,8 +231,16 @@ class DirectWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._take_over()
-        if checkpoint_id is not None:
+        if checkpoint_id is None:
+            return
+        try:
             self._path = _directory(checkpoint_id)
+        except ValueError:
+            if self._staging is None:
+                # Torch 2.9 says where to write before it has the state copied.
+                self.staged.cancel()
+                self.written.cancel()
+            raise
 
     def _take_over(self) -> None:
         """Called in the first calls of the thread that saves."""

@@ -75,8 +75,9 @@ def columns_of(metadata: Metadata) -> _C.Columns | None:
 def chunks_of(tensor: TensorStorageMetadata) -> tuple[_C.Columns, int] | None:
     """The columns that a tensor is over, and its key there; None where it has a list of chunks,
     since it was made with one, or somebody has looked at it."""
-    source: tuple[_C.Columns, int] | None = vars(tensor).get("_source")
-    return source
+    known = vars(tensor)
+    source: tuple[_C.Columns, int] | None = known.get("_source")
+    return None if "chunks" in known else source
 
 
 def storage_info(
@@ -244,6 +245,29 @@ class KeysMapping(_OverColumns):
 
     def values(self) -> ValuesView[_Described]:
         return _KeysValues(self)
+
+    def is_edited(self) -> bool:
+        """Whether an object is no longer what the columns say of it, since somebody changed it."""
+        made = list(self._made.items())  # another thread may look at more
+        return not all(self._is_as_made(number, described) for number, described in made)
+
+    def _is_as_made(self, number: int, described: _Described) -> bool:
+        if not isinstance(described, TensorStorageMetadata):
+            return not vars(described)
+        now, columns = vars(described), self.columns
+        fresh = vars(_Tensor.over(columns, number))
+        if now.keys() - {"chunks"} - fresh.keys() or any(
+            now.get(name) != fresh[name] for name in ("properties", "size")
+        ):
+            return False
+        chunks = now.get("chunks")
+        return chunks is None or (
+            len(chunks) == columns.chunk_count(number)
+            and all(
+                (tuple(chunk.offsets), tuple(chunk.sizes)) == columns.chunk(number, i)
+                for i, chunk in enumerate(chunks)
+            )
+        )
 
     def _of(self, number: int) -> _Described:
         made = self._made.get(number)

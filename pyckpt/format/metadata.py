@@ -111,7 +111,8 @@ def encode_to(metadata: Metadata, write: Callable[[bytes], object]) -> bool:
     if extras is None or metadata.storage_data is None:
         return False
     columns = columns_of(metadata)
-    if columns is None:
+    keys: Any = metadata.state_dict_metadata
+    if columns is None or keys.is_edited():
         columns = _columns_from(_with_dicts(metadata))
     if columns is None:
         return False

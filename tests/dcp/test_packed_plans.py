@@ -447,3 +447,23 @@ def test_a_planner_that_two_saves_use_at_once(tmp_path: Path) -> None:
     assert len(failures) == 1
     assert "one save at a time" in str(failures[0])
     assert not (tmp_path / "late" / ".metadata").exists()
+
+
+def test_a_plan_says_what_it_takes() -> None:
+    """So much more for each item, and for what is told of it."""
+
+    def made(items: int, ranks: int) -> GlobalPlan:
+        blocks = [
+            pack([tensor_item(f"k{i}", (64, 2), (r, 0), (1, 2)) for i in range(items)], {})
+            for r in range(ranks)
+        ]
+        whole = [block for block in blocks if block is not None]
+        return GlobalPlan(whole, _C.GlobalPlan(whole, [None] * ranks))
+
+    sizes = [made(100, 64).memory_bytes, made(200, 64).memory_bytes]
+    least = 8 * 4 + 4 * 5 + 4 * 8  # what the columns hold, and who writes it
+    assert 64 * 100 * least < sizes[1] - sizes[0] < 3 * 64 * 100 * least
+    plan = made(10, 64)
+    before = plan.memory_bytes
+    plan.metadata(for_us=False)
+    assert plan.memory_bytes - before >= 64 * 10 * 100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -187,6 +188,32 @@ def foreign_writer(path: Path) -> None:
 
 def test_foreign_writer(tmp_path: Path) -> None:
     run_ranks(2, foreign_writer, tmp_path)
+
+
+def leaves_out_on_one_rank(path: Path) -> None:
+    """Of a plan that all ranks know."""
+    rank = dist.get_rank()
+
+    class Leaves(pyckpt.DirectWriter):
+        def prepare_local_plan(self, plan: Any) -> Any:
+            plan = super().prepare_local_plan(plan)
+            items = [item for item in plan.items if item.index.fqn != "own.1"]
+            return dataclasses.replace(plan, items=items) if rank == 1 else plan
+
+    state = some_state()
+    for turn in range(5):
+        state["step"] = turn
+        writer = (Leaves if turn in (1, 3) else pyckpt.DirectWriter)(path / str(turn))
+        dcp.save(state, storage_writer=writer, planner=pyckpt.SavePlanner())
+        dist.barrier()
+        keys = metadata_of(path / str(turn)).state_dict_metadata.keys()
+        assert ("own.1" in keys) is (turn not in (1, 3))
+        expected = {**state, "own": {} if rank == 1 and turn in (1, 3) else state["own"]}
+        check_loads(expected, path / str(turn))
+
+
+def test_a_writer_that_leaves_items_out_on_one_rank(tmp_path: Path) -> None:
+    run_ranks(2, leaves_out_on_one_rank, tmp_path)
 
 
 # --- what is sent ---------------------------------------------------------------------------------

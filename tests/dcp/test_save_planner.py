@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import pickle
 import sys
@@ -15,8 +16,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _sampling import sampled, slow
 from _staging import check_saved, engine, frozen, item, metadata_of, same, writer_to
-from torch.distributed.checkpoint import FileSystemWriter, default_planner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    FileSystemReader,
+    FileSystemWriter,
+    default_planner,
+)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 import pyckpt
 from pyckpt.dcp import plans
@@ -286,6 +293,89 @@ def test_writers_of_several_classes(tmp_path: Path, small_engine: pyckpt.Engine)
         writer = cls(path, engine=small_engine, direct=("auto", "off")[turn // 2 % 2])
         dcp.async_save(state, storage_writer=writer, planner=pyckpt.SavePlanner()).result()
         check_saved(frozen(state), path)
+
+
+def without(plan: SavePlan, key: str) -> SavePlan:
+    items = [item for item in plan.items if item.index.fqn != key]
+    return dataclasses.replace(plan, items=items)
+
+
+@pytest.mark.parametrize("base", [FileSystemWriter, pyckpt.DirectWriter])
+def test_a_writer_that_leaves_items_out_of_a_known_plan(tmp_path: Path, base: Any) -> None:
+    class Leaves(base):  # type: ignore[misc]
+        def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+            return without(super().prepare_local_plan(plan), "b")
+
+    for turn in range(5):
+        state: dict[str, Any] = {"a": torch.full((3,), float(turn)), "b": torch.ones(4), "c": turn}
+        path = tmp_path / str(turn)
+        left_out = turn in (1, 3)
+        writer = (Leaves if left_out else base)(path)
+        dcp.save(state, storage_writer=writer, planner=pyckpt.SavePlanner())
+        metadata = metadata_of(path)
+        assert ("b" in metadata.state_dict_metadata) is not left_out
+        assert any(index.fqn == "b" for index in metadata.storage_data) is not left_out
+        if left_out:
+            del state["b"]
+        check_saved(state, path)
+
+
+@pytest.mark.parametrize("base", [FileSystemWriter, pyckpt.DirectWriter])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_writer_that_leaves_items_out_of_the_plan_of_all(
+    tmp_path: Path, base: Any, first: bool
+) -> None:
+    """As stock does, it does not write them; and `DirectWriter` does not write of them either."""
+
+    class Leaves(base):  # type: ignore[misc]
+        def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+            return [without(plan, "b") for plan in super().prepare_global_plan(plans)]
+
+    state: dict[str, Any] = {"a": torch.ones(3), "b": torch.ones(4), "c": 1}
+    if not first:
+        dcp.save(state, storage_writer=base(tmp_path / "0"), planner=pyckpt.SavePlanner())
+    path = tmp_path / "1"
+    if base is pyckpt.DirectWriter:
+        with pytest.raises(CheckpointException, match="b is in the plan, and nobody wrote"):
+            dcp.save(state, storage_writer=Leaves(path), planner=pyckpt.SavePlanner())
+        assert not (path / ".metadata").exists()
+    else:
+        dcp.save(state, storage_writer=Leaves(path), planner=pyckpt.SavePlanner())
+        found = {"a": torch.zeros(3), "c": 0}
+        dcp.load(found, storage_reader=FileSystemReader(path))
+        assert found["a"].eq(1).all()
+        places = FileSystemReader(path).read_metadata().storage_data
+        assert {index.fqn for index in places} == {"a", "c"}
+    dcp.save(state, storage_writer=base(tmp_path / "2"), planner=pyckpt.SavePlanner())
+    check_saved(state, tmp_path / "2")
+
+
+@pytest.mark.parametrize("base", [FileSystemWriter, pyckpt.DirectWriter])
+def test_what_a_writer_changes_in_the_metadata_is_written(tmp_path: Path, base: Any) -> None:
+    """In that save, and in no other of the plan."""
+
+    class Edits(base):  # type: ignore[misc]
+        def finish(self, metadata: Metadata, results: Any) -> None:
+            of_a: Any = metadata.state_dict_metadata["a"]
+            assert len(of_a.chunks) == 1
+            if self.edits:
+                of_a.properties.requires_grad = True
+                paths: Any = metadata.planner_data
+                paths["more"] = ("more",)
+                of_a.chunks[0] = ChunkStorageMetadata(torch.Size([0]), torch.Size([3]))
+                of_a.size = torch.Size([3])
+            super().finish(metadata, results)
+
+    state = {"a": torch.ones(5)}
+    for turn in range(4):
+        writer = Edits(tmp_path / str(turn))
+        writer.edits = turn == 1
+        dcp.save(state, storage_writer=writer, planner=pyckpt.SavePlanner())
+        metadata = metadata_of(tmp_path / str(turn))
+        written: Any = metadata.state_dict_metadata["a"]
+        assert written.properties.requires_grad is writer.edits
+        assert ("more" in metadata.planner_data) is writer.edits
+        assert written.size == written.chunks[0].sizes == (3 if writer.edits else 5,)
 
 
 def test_a_failed_save_is_not_remembered_wrongly(

@@ -333,6 +333,73 @@ def test_forgotten_by_coordinator(tmp_path: Path) -> None:
     run_ranks(2, forgotten_by_coordinator, tmp_path)
 
 
+def forgotten_to_make_room(path: Path, limit: str) -> int:
+    """The coordinator has room for one plan; what it forgets is planned anew, and nothing fails."""
+    from pyckpt.dcp.global_plan import global_plans
+
+    made = plans_counted()
+    setattr(global_plans, limit, 1)
+    rank = dist.get_rank()
+    states = [
+        {"t": torch.rand(3 + k), "own": {f"{rank}": torch.rand(2)}, "same": torch.ones(5)}
+        for k in range(3)
+    ]
+    with engine() as own:
+        for turn, k in enumerate([0, 0, 1, 0, 0, 1, 2, 1, 1]):
+            writer = writer_to(path / str(turn), engine=own)
+            dcp.save(states[k], storage_writer=writer, planner=pyckpt.SavePlanner())
+            if rank == 0:
+                assert len(global_plans) == 1
+    return len(made)
+
+
+@pytest.mark.parametrize("limit", ["most", "most_bytes"])
+def test_forgotten_to_make_room(tmp_path: Path, limit: str) -> None:
+    assert run_ranks(2, forgotten_to_make_room, tmp_path, limit) == [6, 6]
+
+
+class Tagged(torch.Tensor):
+    """What stands behind such a tensor is not known, so it is planned at each save."""
+
+
+def never_named(path: Path, tagged: set[int]) -> int:
+    from pyckpt.dcp.global_plan import global_plans
+
+    rank = dist.get_rank()
+    state: dict[str, Any] = {"t": torch.ones(3), "own": {f"{rank}": torch.ones(2)}}
+    if rank in tagged:
+        state["own"][f"tagged-{rank}"] = torch.ones(2).as_subclass(Tagged)
+    with engine() as own:
+        for turn in range(4):
+            writer = writer_to(path / str(turn), engine=own)
+            dcp.save(state, storage_writer=writer, planner=pyckpt.SavePlanner())
+            check_all({"t": state["t"]}, {"t": torch.ones(3)}, path / str(turn))
+    return len(global_plans)
+
+
+@pytest.mark.parametrize(("tagged", "kept"), [({0}, 1), ({1}, 1), ({0, 1}, 0), (set(), 1)])
+def test_plans_that_no_rank_will_name_are_not_kept(
+    tmp_path: Path, tagged: set[int], kept: int
+) -> None:
+    assert run_ranks(2, never_named, tmp_path, tagged) == [kept, 0]
+
+
+def kept_for_one_rank(path: Path) -> None:
+    """A rank's state changes and changes back: by then no other rank goes by its plan."""
+    rank = dist.get_rank()
+    states = [{"t": torch.ones(3), "own": {f"{rank}": torch.ones(2 + k)}} for k in range(2)]
+    with engine() as own:
+        for turn, k in enumerate([0, 0, 1, 1, 0, 0, 1]):
+            state = states[k if rank == 1 else 0]
+            writer = writer_to(path / str(turn), engine=own)
+            dcp.save(state, storage_writer=writer, planner=pyckpt.SavePlanner())
+            check_all(state, frozen(state), path / str(turn))
+
+
+def test_a_plan_is_kept_while_one_rank_may_name_it(tmp_path: Path) -> None:
+    run_ranks(2, kept_for_one_rank, tmp_path)
+
+
 def bytes_sent(path: Path) -> list[list[int]]:
     """What each save gives the collectives to carry, as pickles."""
     sent: list[list[int]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +14,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _ranks import RanksFailed, run_ranks
 from _sampling import slow
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import pyckpt
-from pyckpt.dcp import sharing
+from pyckpt.dcp import handing_on, sharing
 from pyckpt.errors import CorruptCheckpoint, LoadError
 from pyckpt.format.metadata import StorageInfo
 
@@ -77,8 +79,8 @@ def _load(state: dict[str, Any], path: Path, **options: Any) -> tuple[Any, int]:
 
 
 def _replicas(path: Path) -> int:
-    sharing._PIECE_BYTES = PIECE
-    sharing._SMALL_BYTES = PAGE
+    handing_on._PIECE_BYTES = PIECE
+    handing_on._SMALL_BYTES = PAGE
     expected = _state()
     found = _empty_like(expected)
     # Destinations that are not like the file: their own memory order, and another dtype.
@@ -277,13 +279,145 @@ def test_what_a_planner_refuses_leaves_no_rank_waiting(tmp_path: Path, blind: in
     run_ranks(3, _load_refusing, path, blind)
 
 
+class _Scarce:
+    """Stands for torch in a module; has no memory once so many tensors were made."""
+
+    def __init__(self) -> None:
+        self.left = -1  # never
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(torch, name)
+        if name not in ("empty", "zeros", "tensor", "frombuffer", "cat", "arange"):
+            return value
+
+        def made(*args: Any, **kwargs: Any) -> Any:
+            self.left -= 1
+            if self.left == -1:
+                raise MemoryError("none left")
+            return value(*args, **kwargs)
+
+        return made
+
+
+def _small_state() -> dict[str, Any]:
+    return {
+        "small": {f"{i}": torch.full((i + 1,), float(i)) for i in range(4)},
+        "large": {f"{i}": _values(3 * PAGE, i) for i in range(3)},
+        "columns": torch.rand(64, 48, generator=_generator(1)),
+        "objects": {"step": 12, "name": "run", "more": ["x" * 500]},
+    }
+
+
+def _ends_alike(path: Path) -> bool:
+    """Whether a load failed: on all ranks, or on none, for want of memory."""
+    expected, said = _small_state(), ""
+    found = _empty_like(expected)
+    found["columns"] = torch.zeros(48, 64).t()
+    try:
+        _load(found, path)
+    except LoadError as error:
+        said = str(error)
+    else:
+        _check(found, expected)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, said)
+    assert len(set(everyone)) == 1
+    assert "MemoryError: none left" in said or not said
+    return bool(said)
+
+
+def _load_with_little_memory(path: Path, victim: int) -> int:
+    handing_on._PIECE_BYTES = PAGE
+    handing_on._SMALL_BYTES = PAGE // 2
+    scarce = _Scarce()
+    if dist.get_rank() == victim:
+        sharing.torch = handing_on.torch = scarce  # type: ignore[assignment]
+    for count in range(1, 1000):  # the first is what the ranks say by that one failed
+        scarce.left = count
+        if not _ends_alike(path):
+            return count
+    return 0
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_no_rank_waits_for_one_without_memory(tmp_path: Path, victim: int) -> None:
+    """Wherever it runs out."""
+    path = tmp_path / "checkpoint"
+    dcp.save(_small_state(), storage_writer=pyckpt.DirectWriter(path), no_dist=True)
+    counts = run_ranks(3, _load_with_little_memory, path, victim)
+    assert len(set(counts)) == 1
+    assert counts[0] > 12
+
+
+_STEPS = [
+    "pyckpt.LoadPlanner.finish_plan",
+    "pyckpt.DirectReader.read_data",
+    "pyckpt.dcp.sharing._all_wanted",
+    "pyckpt.dcp.sharing._bundles",
+    "pyckpt.dcp.sharing._Outcome",
+    "pyckpt.dcp.sharing.Keeper",
+    "pyckpt.dcp.sharing.reliefs",
+    "pyckpt.dcp.sharing.Passage",
+    "pyckpt.dcp.handing_on.Passage._small_room",
+    "pyckpt.dcp.handing_on.Passage._large_room",
+    "pyckpt.dcp.handing_on.Passage._own_objects",
+    "pyckpt.dcp.handing_on.Passage._take_objects",
+]
+
+
+def _load_failing_at(path: Path) -> None:
+    handing_on._PIECE_BYTES = PAGE
+    handing_on._SMALL_BYTES = PAGE // 2
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise MemoryError("none left")
+
+    for step in _STEPS:
+        failed = []
+        for victim in range(dist.get_world_size()):
+            with pytest.MonkeyPatch.context() as patch:
+                if dist.get_rank() == victim:
+                    patch.setattr(step, fails)
+                failed.append(_ends_alike(path))
+        assert any(failed), step  # not all ranks hand on objects
+    assert not _ends_alike(path)
+
+
+def test_no_rank_waits_for_one_that_fails(tmp_path: Path) -> None:
+    """At any step."""
+    path = tmp_path / "checkpoint"
+    dcp.save(_small_state(), storage_writer=pyckpt.DirectWriter(path), no_dist=True)
+    run_ranks(2, _load_failing_at, path)
+
+
+def _load_own_directory(path: Path, names_its_save: bool) -> None:
+    """Each rank has a disk of its own, with a checkpoint that stock wrote."""
+    rank = dist.get_rank()
+    own = path / f"{rank}"
+    state = {"tensor": torch.full((70_000,), float(rank)), "name": f"rank {rank}"}
+    dcp.save(state, checkpoint_id=own, no_dist=True)
+    if not names_its_save:
+        metadata = pickle.loads((own / ".metadata").read_bytes())
+        metadata.storage_meta = None
+        (own / ".metadata").write_bytes(pickle.dumps(metadata))
+    found = {"tensor": torch.zeros(70_000), "name": ""}
+    pyckpt.load(found, reader=FileSystemReader(own), trust_metadata=True, share_reads=True)
+    assert found["name"] == state["name"]
+    assert torch.equal(found["tensor"], state["tensor"])
+
+
+@pytest.mark.parametrize("names_its_save", [True, False])
+def test_directories_of_their_own_are_not_shared(tmp_path: Path, names_its_save: bool) -> None:
+    run_ranks(2, _load_own_directory, tmp_path, names_its_save)
+
+
 def _wishes(rank_wants: Sequence[Sequence[int]]) -> list[list[Any]]:
     """For each rank what `read_shared` makes of the items of these numbers."""
 
     class Planner:
         metadata: Any
 
-    class Medium:
+    class Company:
         def device_for(self, device: str) -> str:
             return device
 
@@ -292,13 +426,13 @@ def _wishes(rank_wants: Sequence[Sequence[int]]) -> list[list[Any]]:
         size = torch.Size([number % 5 + 1])
         item = ReadItem(LoadItemType.TENSOR, index, size, index, torch.Size([0]), size)
         target = torch.empty(size)
-        return sharing._wanted(item, target, Planner(), Medium())  # type: ignore[arg-type]
+        return sharing._wanted(item, target, Planner(), Company())  # type: ignore[arg-type]
 
     storage = {
         MetadataIndex(f"key {number}", torch.Size([number])): StorageInfo("file", 10 * number, 10)
         for number in range(60)
     }
-    Planner.metadata = Metadata({}, None, storage)
+    Planner.metadata = Metadata({}, None, storage, StorageMeta(save_id="one"))
     return [[wanted(number) for number in wants] for wants in rank_wants]
 
 

@@ -311,6 +311,19 @@ def test_async_save(tmp_path: Path) -> None:
     check(state, tmp_path)
 
 
+def test_a_save_that_fails_before_it_is_staged_is_over(tmp_path: Path) -> None:
+    """Torch 2.9 says where to write before it has the state copied."""
+    writer = pyckpt.DirectWriter(tmp_path)
+    with pytest.raises(ValueError, match="URL"):
+        writer.reset("s3://bucket/step-1")
+    assert writer.staged.cancelled()
+    assert writer.written.cancelled()
+    state = {"w": torch.rand(100)}
+    dcp.async_save(state, storage_writer=writer).result()
+    assert writer.written.result(60) is None
+    check(state, tmp_path)
+
+
 def test_background_process(tmp_path: Path) -> None:
     """A writer crosses to another process as its settings."""
     with pyckpt.Engine(slot_bytes=SLOT, max_pinned_bytes=SLOT, io_threads=1) as engine:
