@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 BATCHES = 6  # of an epoch, on each rank
@@ -60,8 +60,10 @@ class Module(LightningModule):
 
     def train_dataloader(self) -> Any:
         kind = StatefulDataLoader if self.stateful else torch.utils.data.DataLoader
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        return kind(data(), batch_size=8 // world, shuffle=True)
+        if not dist.is_initialized():
+            return kind(data(), batch_size=8, shuffle=True)
+        # The shuffle that Lightning would make of another sampler cannot be resumed in an epoch.
+        return kind(data(), batch_size=8 // dist.get_world_size(), sampler=DistributedSampler(data()))
 
 
 class Validated(Module):

@@ -250,13 +250,10 @@ class Template:
         """What was loaded, as Lightning would have loaded it. Tensors of the module are its own."""
         assert self._trainer.strategy.model is not None
         checkpoint = {**self._rest, "state_dict": module_state(self._trainer.strategy.model)}
-        fit = checkpoint["loops"]["fit_loop"]
-        if _is_within_epoch(checkpoint["loops"]):
-            fit["state_dict"][_LOADERS] = self._loaders.value
-        else:
+        if not _is_within_epoch(checkpoint["loops"]):
             # Callbacks save before Lightning counts the epoch as completed, and with max_steps it
             # would run it once more, without a batch.
-            for count in fit["epoch_progress"].values():
+            for count in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
                 count["completed"] = count["processed"]
         return checkpoint
 
@@ -300,10 +297,9 @@ class Template:
 class Later:
     """What is restored once the loop has made its dataloaders, right before training starts.
 
-    Lightning makes an iterator of the loaders before that. If training goes on within an epoch, the
-    iterator was there already when the checkpoint was saved, and drew its numbers then. If it goes
-    on with a new epoch, Lightning does not restore the loaders, whose samplers have generators of
-    their own.
+    Lightning has made an iterator of them by then, which has drawn numbers, and knew no epoch.
+    Training that goes on within an epoch had its iterator when the checkpoint was saved. Training
+    that goes on with a new epoch makes it, and needs the loaders as the last epoch left them.
     """
 
     def __init__(self, loaders: list[Any], *, within_epoch: bool) -> None:
@@ -316,19 +312,45 @@ class Later:
         pyckpt.RngState().load_state_dict(self._state)
 
     def restore(self, trainer: Trainer) -> None:
-        """Restore it."""
+        """Restore it.
+
+        Raises:
+            LoadError: there are other dataloaders than those that were saved.
+        """
+        if not self._within_epoch:
+            trainer.fit_loop.epoch_loop.restarting = False
+        if self._loaders and trainer.train_dataloader is not None:
+            self._restore_loaders(trainer)
+        elif self._within_epoch:
+            self.generators()
+
+    def _restore_loaders(self, trainer: Trainer) -> None:
+        flat = CombinedLoader(trainer.train_dataloader).flattened
+        stateful = [one for one in flat if hasattr(one, "load_state_dict")]
+        if len(stateful) != len(self._loaders):
+            raise LoadError(
+                f"the checkpoint has the positions of {len(self._loaders)} dataloaders, and "
+                f"{len(stateful)} can take one"
+            )
+        for loader, state in zip(stateful, self._loaders, strict=True):
+            _set_epoch(loader, trainer.current_epoch)
+            loader.load_state_dict(state)
+            if not self._within_epoch:
+                iter(loader)  # of the epoch that is over; the next one begins a new epoch
+        if not self._within_epoch:
+            self.generators()
+        iter(trainer.fit_loop._data_fetcher)
         if self._within_epoch:
             self.generators()
-            return
-        trainer.fit_loop.epoch_loop.restarting = False
-        if self._loaders and trainer.train_dataloader is not None:
-            flat = CombinedLoader(trainer.train_dataloader).flattened
-            stateful = [one for one in flat if hasattr(one, "load_state_dict")]
-            for loader, state in zip(stateful, self._loaders, strict=True):
-                loader.load_state_dict(state)
-                iter(loader)  # of the epoch that is over; the next one begins a new epoch
-            self.generators()
-            iter(trainer.fit_loop._data_fetcher)
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the samplers the epoch, as Lightning does after it has made the iterator."""
+    samplers = {getattr(loader, "sampler", None)}
+    samplers.add(getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    for sampler in samplers:
+        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+            set_epoch(epoch)
 
 
 def _is_within_epoch(loops: Mapping[str, Any]) -> bool:
