@@ -27,16 +27,15 @@ class Module(LightningModule):
     """Has what a resume may lose: dropout, a schedule by steps, a metric over the epoch, a shuffled
     loader."""
 
-    def __init__(self, *, stateful: bool = True, optimizer: Any = torch.optim.AdamW) -> None:
+    def __init__(self, *, optimizer: Any = torch.optim.AdamW, odd: Any = None) -> None:
         super().__init__()
-        self.save_hyperparameters({"width": 16, "paths": [Path("a")], "odd": object()})
+        self.save_hyperparameters({"width": 16, "odd": odd})
         torch.manual_seed(0)
         self.layers = nn.Sequential(
             nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.25), nn.Linear(16, 4)
         )
         self.total = torchmetrics.SumMetric()
         self.mean = torchmetrics.MeanMetric()
-        self.stateful = stateful
         self.kind = optimizer
         self.losses: dict[int, str] = {}
         self.totals: list[float] = []
@@ -59,11 +58,11 @@ class Module(LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     def train_dataloader(self) -> Any:
-        kind = StatefulDataLoader if self.stateful else torch.utils.data.DataLoader
         if not dist.is_initialized():
-            return kind(data(), batch_size=8, shuffle=True)
+            return StatefulDataLoader(data(), batch_size=8, shuffle=True)
         # The shuffle that Lightning would make of another sampler cannot be resumed in an epoch.
-        return kind(data(), batch_size=8 // dist.get_world_size(), sampler=DistributedSampler(data()))
+        sampler = DistributedSampler(data())
+        return StatefulDataLoader(data(), batch_size=8 // dist.get_world_size(), sampler=sampler)
 
 
 class Validated(Module):

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from _lightning import Module, Stop, as_rank, same, trainer
 from _ranks import run_ranks
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch import strategies as stock
+from lightning.pytorch.callbacks import ModelCheckpoint
 from test_lightning_checkpoints import StopAt
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+from pyckpt.integrations import lightning as ours
 from pyckpt.integrations.lightning import Checkpoints
 
 
@@ -30,27 +32,35 @@ class Sharded(Module):
         fully_shard(self.layers, mesh=mesh)
 
 
-class Flat(FSDPStrategy):
-    """Lightning's FSDPStrategy itself asks for a GPU."""
+class OnCpu:
+    """FSDPStrategy asks for a GPU."""
 
     def _setup_model(self, model: Any) -> Any:
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
 
 
-def parts(kind: str) -> tuple[type[Module], Any]:
+class StockFSDP(OnCpu, stock.FSDPStrategy):
+    pass
+
+
+class OurFSDP(OnCpu, ours.FSDPStrategy):
+    pass
+
+
+def parts(kind: str, *, of: Any) -> tuple[type[Module], Any]:
     world = dist.get_world_size()
     if kind == "ddp":
-        return Module, DDPStrategy()
+        return Module, of.DDPStrategy()
     if kind == "fsdp":
-        return Module, Flat()
-    return Sharded, ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
+        return Module, OurFSDP() if of is ours else StockFSDP()
+    return Sharded, of.ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
 
 
 def run(root: str, kind: str, stop: int | None, **options: Any) -> Module:
     """Train for two epochs, or until a step, with a save each step."""
     rank = as_rank()
     torch.manual_seed(dist.get_rank())
-    module, strategy = parts(kind)
+    module, strategy = parts(kind, of=stock)
     callbacks: list[Any] = [Checkpoints(root, every_steps=1, when_busy="wait", **options)]
     if stop is not None:
         callbacks.append(StopAt(stop))
@@ -78,3 +88,35 @@ def test_on_two_ranks_a_resumed_run_is_the_one_that_was_not_stopped(
     tmp_path: Path, kind: str, stop: int
 ) -> None:
     assert run_ranks(2, compare, str(tmp_path), kind, stop) == [stop, stop]
+
+
+def with_last(root: str, kind: str, stop: int | None) -> Module:
+    """The same with our strategies, ModelCheckpoint and ckpt_path."""
+    rank = as_rank()
+    module, strategy = parts(kind, of=ours)
+    saves = ModelCheckpoint(root, every_n_train_steps=2, save_last=True, save_top_k=1)
+    callbacks: list[Any] = [saves] if stop is None else [saves, StopAt(stop)]
+    trained = module()
+    one = trainer(Path(root).parent, *callbacks, strategy=strategy, epochs=2, **rank)
+    try:
+        one.fit(trained, ckpt_path="last")
+    except Stop:
+        pass
+    return trained
+
+
+def compare_last(root: str, kind: str, stop: int) -> list[str]:
+    whole = with_last(os.path.join(root, "whole"), kind, None)
+    with_last(os.path.join(root, "a"), kind, stop)
+    again = with_last(os.path.join(root, "a"), kind, None)
+    assert again.losses == {k: v for k, v in whole.losses.items() if k > stop}
+    assert kind == "fsdp" or same(again, whole)
+    return sorted(os.listdir(os.path.join(root, "a", "last.ckpt")))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp2"])
+def test_on_two_ranks_ckpt_path_resumes_the_run(tmp_path: Path, kind: str) -> None:
+    files, _ = run_ranks(2, compare_last, str(tmp_path), kind, 8)
+    assert files[0] == ".metadata"
+    assert len(files) == 3  # one of each rank
+    assert sorted(os.listdir(tmp_path / "a")) == ["epoch=1-step=12.ckpt", "last.ckpt"]

@@ -14,5 +14,18 @@ require("lightning", minimum="2.6", below="2.7", extra="lightning")
 
 from pyckpt.integrations.lightning.checkpoints import Checkpoints  # noqa: E402
 from pyckpt.integrations.lightning.placement import OptimizerPlacement  # noqa: E402
+from pyckpt.integrations.lightning.strategies import (  # noqa: E402
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 
-__all__ = ["Checkpoints", "OptimizerPlacement"]
+__all__ = [
+    "Checkpoints",
+    "DDPStrategy",
+    "FSDPStrategy",
+    "ModelParallelStrategy",
+    "OptimizerPlacement",
+    "SingleDeviceStrategy",
+]
