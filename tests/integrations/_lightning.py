@@ -31,9 +31,7 @@ class Module(LightningModule):
         super().__init__()
         self.save_hyperparameters({"width": 16, "odd": odd})
         torch.manual_seed(0)
-        self.layers = nn.Sequential(
-            nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.25), nn.Linear(16, 4)
-        )
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.25), nn.Linear(16, 4))
         self.total = torchmetrics.SumMetric()
         self.mean = torchmetrics.MeanMetric()
         self.kind = optimizer

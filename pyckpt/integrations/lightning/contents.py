@@ -368,5 +368,3 @@ def _refuse(states: list[Any], rank: int, world_size: int) -> Any:
         "one of pyckpt.merges; merge_data=lambda states, rank, world_size: [] begins the epoch's "
         "data anew"
     )
-
-
