@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,8 @@ class StopAt(Callback):
 
 def fit(root: Path, module: Module, *callbacks: Any, **options: Any) -> Module:
     run = trainer(root, *callbacks, **options)
-    try:
+    with contextlib.suppress(Stop):
         run.fit(module)
-    except Stop:
-        pass
     return module
 
 

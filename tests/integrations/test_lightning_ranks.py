@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,8 @@ def run(root: str, kind: str, stop: int | None, **options: Any) -> Module:
     if stop is not None:
         callbacks.append(StopAt(stop))
     trained = module()
-    try:
+    with contextlib.suppress(Stop):
         trainer(Path(root).parent, *callbacks, strategy=strategy, epochs=2, **rank).fit(trained)
-    except Stop:
-        pass
     return trained
 
 
@@ -98,10 +97,8 @@ def with_last(root: str, kind: str, stop: int | None) -> Module:
     callbacks: list[Any] = [saves] if stop is None else [saves, StopAt(stop)]
     trained = module()
     one = trainer(Path(root).parent, *callbacks, strategy=strategy, epochs=2, **rank)
-    try:
+    with contextlib.suppress(Stop):
         one.fit(trained, ckpt_path="last")
-    except Stop:
-        pass
     return trained
 
 

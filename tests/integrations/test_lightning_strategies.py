@@ -94,7 +94,7 @@ def test_a_failed_save_ends_training(tmp_path: Path) -> None:
             (tmp_path / "c").mkdir(exist_ok=True)
             (tmp_path / "c" / "epoch=0.ckpt").write_text("in the way")
 
-    with pytest.raises(FileExistsError, match="epoch=0.ckpt"):
+    with pytest.raises(FileExistsError, match=r"epoch=0\.ckpt"):
         trainer(
             tmp_path,
             Break(),

@@ -263,7 +263,7 @@ class Checkpoints(Checkpoint):
         if self._keep_best is not None and self._validated:
             metric = self._keep_best[0]
             found = trainer.callback_metrics
-            metrics = {metric: found[metric]} if metric in found else None
+            metrics = {metric: float(found[metric])} if metric in found else None
         self._validated = False
         self._note(step, self._checkpointer.save(step, self._contents(trainer), metrics=metrics))
 

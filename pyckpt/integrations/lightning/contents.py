@@ -339,7 +339,8 @@ class Later:
                 iter(loader)  # of the epoch that is over; the next one begins a new epoch
         if not self._within_epoch:
             self.generators()
-        iter(trainer.fit_loop._data_fetcher)
+        fetcher: Any = trainer.fit_loop._data_fetcher
+        iter(fetcher)
         if self._within_epoch:
             self.generators()
 

@@ -11,9 +11,12 @@ import atexit
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from lightning.fabric import strategies
+from lightning.fabric.strategies import DDPStrategy as _DDP
+from lightning.fabric.strategies import FSDPStrategy as _FSDP
+from lightning.fabric.strategies import ModelParallelStrategy as _ModelParallel
+from lightning.fabric.strategies import SingleDeviceStrategy as _SingleDevice
 from torch import nn
 from torch.optim import Optimizer
 
@@ -29,10 +32,7 @@ from pyckpt.train.store.catalog import NOTE_KEY
 
 __all__ = ["DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "SingleDeviceStrategy"]
 
-if TYPE_CHECKING:
-    _Strategy = strategies.Strategy
-else:
-    _Strategy = object
+_Strategy: Any = object  # one of Lightning's, in each class that is made of these
 
 
 class _Saving(_Strategy):
@@ -132,17 +132,17 @@ def _filtered(name: str, value: Any, keep: Callable[[str, Any], bool] | None) ->
     raise NotImplementedError(f"filter: {name} is neither a module nor a dict")
 
 
-class SingleDeviceStrategy(_Saving, strategies.SingleDeviceStrategy):
+class SingleDeviceStrategy(_Saving, _SingleDevice):
     __doc__ = _Saving.__doc__
 
 
-class DDPStrategy(_Saving, strategies.DDPStrategy):
+class DDPStrategy(_Saving, _DDP):
     __doc__ = _Saving.__doc__
 
 
-class FSDPStrategy(_Saving, strategies.FSDPStrategy):
+class FSDPStrategy(_Saving, _FSDP):
     __doc__ = _Saving.__doc__
 
 
-class ModelParallelStrategy(_Saving, strategies.ModelParallelStrategy):
+class ModelParallelStrategy(_Saving, _ModelParallel):
     __doc__ = _Saving.__doc__

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from lightning.pytorch import LightningModule, Trainer, strategies
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy as _DDP
+from lightning.pytorch.strategies import FSDPStrategy as _FSDP
+from lightning.pytorch.strategies import ModelParallelStrategy as _ModelParallel
+from lightning.pytorch.strategies import SingleDeviceStrategy as _SingleDevice
 
 from pyckpt import optim
 from pyckpt.errors import LoadError
@@ -18,10 +22,7 @@ from pyckpt.train.store.removal import remove
 
 __all__ = ["DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "SingleDeviceStrategy"]
 
-if TYPE_CHECKING:
-    _Strategy = strategies.Strategy
-else:
-    _Strategy = object
+_Strategy: Any = object  # one of Lightning's, in each class that is made of these
 
 
 class _Saving(_Strategy):
@@ -180,17 +181,17 @@ class _Saving(_Strategy):
             saver.close()
 
 
-class SingleDeviceStrategy(_Saving, strategies.SingleDeviceStrategy):
+class SingleDeviceStrategy(_Saving, _SingleDevice):
     __doc__ = _Saving.__doc__
 
 
-class DDPStrategy(_Saving, strategies.DDPStrategy):
+class DDPStrategy(_Saving, _DDP):
     __doc__ = _Saving.__doc__
 
 
-class FSDPStrategy(_Saving, strategies.FSDPStrategy):
+class FSDPStrategy(_Saving, _FSDP):
     __doc__ = _Saving.__doc__
 
 
-class ModelParallelStrategy(_Saving, strategies.ModelParallelStrategy):
+class ModelParallelStrategy(_Saving, _ModelParallel):
     __doc__ = _Saving.__doc__
