@@ -172,8 +172,11 @@ class Checkpoints(Checkpoint):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_last_batch:  # training was stopped within the epoch
             return
-        every = self._every_epochs
-        if every is not None and (trainer.current_epoch + 1) % every == 0:
+        every, most = self._every_epochs, trainer.max_epochs
+        done = trainer.current_epoch + 1
+        # At the end callbacks may change the weights, to averaged ones.
+        ends = trainer.should_stop or (most is not None and 0 <= most <= done)
+        if ends or (every is not None and done % every == 0):
             self._save_unsaved(trainer)
         self._step_ended(trainer)
 
