@@ -117,3 +117,20 @@ def test_on_two_ranks_ckpt_path_resumes_the_run(tmp_path: Path, kind: str) -> No
     assert files[0] == ".metadata"
     assert len(files) == 3  # one of each rank
     assert sorted(os.listdir(tmp_path / "a")) == ["epoch=1-step=12.ckpt", "last.ckpt"]
+
+
+def from_stock(root: str) -> list[int]:
+    rank = as_rank()
+    last = os.path.join(root, "last.ckpt")
+    _, strategy = parts("fsdp2", of=stock)
+    saves = ModelCheckpoint(root, save_last=True)
+    trainer(Path(root), saves, strategy=strategy, epochs=1, **rank).fit(Sharded())
+    assert os.path.exists(os.path.join(last, "meta.pt"))
+    again, strategy = Sharded(), parts("fsdp2", of=ours)[1]
+    saves = ModelCheckpoint(root, save_last=True)
+    trainer(Path(root), saves, strategy=strategy, epochs=2, **rank).fit(again, ckpt_path=last)
+    return sorted(again.losses)
+
+
+def test_a_sharded_checkpoint_of_lightnings_own_is_loaded(tmp_path: Path) -> None:
+    assert run_ranks(2, from_stock, str(tmp_path)) == [list(range(7, 13))] * 2

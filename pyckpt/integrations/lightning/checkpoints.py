@@ -159,7 +159,7 @@ class Checkpoints(Checkpoint):
         if trainer.is_last_batch or _validation_follows(trainer):
             return
         self._step_ended(trainer)
-        if trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps:
+        if _made_all_steps(trainer):
             self._save_unsaved(trainer)  # within the epoch, which may go on in a longer run
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -176,7 +176,7 @@ class Checkpoints(Checkpoint):
         done = trainer.current_epoch + 1
         # At the end callbacks may change the weights, to averaged ones.
         ends = trainer.should_stop or (most is not None and 0 <= most <= done)
-        if ends or (every is not None and done % every == 0):
+        if ends or _made_all_steps(trainer) or (every is not None and done % every == 0):
             self._save_unsaved(trainer)
         self._step_ended(trainer)
 
@@ -274,6 +274,10 @@ class Checkpoints(Checkpoint):
         self._step = step
         if handle is not None:
             self._saved = step
+
+
+def _made_all_steps(trainer: Trainer) -> bool:
+    return trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
 
 
 def _validation_follows(trainer: Trainer) -> bool:

@@ -97,12 +97,15 @@ class _Saving(_Strategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         if not self.is_global_zero:
             return
-        if Path(filepath).is_file() or (Path(filepath) / "meta.pt").exists():
+        path = Path(filepath)
+        if path.is_symlink():  # of save_last="link"
+            path.unlink()
+        elif path.is_file() or _is_stock(path):
             super().remove_checkpoint(filepath)
         elif self._saver is not None:
             self._saver.remove(filepath)
         else:
-            remove(Path(filepath))
+            remove(path)
 
     # --- loading ----------------------------------------------------------------------------------
 
@@ -116,9 +119,9 @@ class _Saving(_Strategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         path = Path(self.broadcast(checkpoint_path))
-        self._is_loaded = is_checkpoint(path) and not (path / "meta.pt").exists()
+        self._is_loaded = is_checkpoint(path) and not _is_stock(path)
         if not self._is_loaded:
-            if path.is_dir() and not (path / "meta.pt").exists():
+            if path.is_dir() and not _is_stock(path):
                 raise LoadError(f"{path} holds no checkpoint, or one whose save did not finish")
             return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         trainer = self._trainer
@@ -179,6 +182,11 @@ class _Saving(_Strategy):
         saver, self._saver = self._saver, None
         if saver is not None:
             saver.close()
+
+
+def _is_stock(path: Path) -> bool:
+    """Whether a directory is a sharded checkpoint of Lightning's own."""
+    return (path / "meta.pt").exists()
 
 
 class SingleDeviceStrategy(_Saving, _SingleDevice):
