@@ -6,10 +6,10 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -21,9 +21,8 @@ from pyckpt.dcp.writer import DirectWriter
 from pyckpt.dcp.writing import WriteProgress
 from pyckpt.errors import SaveError
 from pyckpt.statistics import WriteStatistics
-from pyckpt.train.store.fence import Fence
 
-__all__ = ["ReportingWriter", "SaveHandle", "SaveStatistics"]
+__all__ = ["Permission", "ReportingWriter", "SaveHandle", "SaveStatistics"]
 
 
 @dataclass(frozen=True)
@@ -148,6 +147,12 @@ class SaveHandle:
                 future.set_exception(error)
 
 
+class Permission(Protocol):
+    """Says whether this job may save, as a `Fence` does."""
+
+    def held(self) -> AbstractContextManager[None]: ...
+
+
 class ReportingWriter(DirectWriter):
     """A DirectWriter that reports when its data is on disk, and whose errors reach other ranks.
 
@@ -170,7 +175,7 @@ class ReportingWriter(DirectWriter):
         path: Path,
         *,
         number: int,
-        fence: Fence,
+        fence: Permission,
         on_written: Callable[[], None],
         on_sweep: Callable[[], None],
         arrive: Callable[[], None],

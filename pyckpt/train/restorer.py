@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -108,6 +109,17 @@ class Restorer:
             )
             self.distrusted.add(found.step)
             limit = found.step - 1
+
+    def load(self, path: Path, state: Mapping[str, Any], options: LoadOptions) -> None:
+        """Load the checkpoint in a directory of any name, and no other.
+
+        Raises:
+            Exception: as ``Checkpointer.restore`` with a ``step``.
+        """
+        self._refuse_unusable(state, options)
+        failure = self._load(CheckpointInfo(0, path), state, options)
+        if failure is not None:
+            raise failure
 
     def _refuse_unusable(self, state: Mapping[str, Any], options: LoadOptions) -> None:
         """Raise for objects that could not be saved, and for wrong options, even if there is

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -21,16 +21,21 @@ from pyckpt.engine import Engine
 from pyckpt.errors import PyckptError, SaveError
 from pyckpt.format import commit
 from pyckpt.locks import fork_safe_lock
-from pyckpt.train.handle import ReportingWriter, SaveHandle
+from pyckpt.train.handle import Permission, ReportingWriter, SaveHandle
 from pyckpt.train.state.app_state import AppState
-from pyckpt.train.store.catalog import NOTE_KEY, Catalog, note
-from pyckpt.train.store.fence import Fence
+from pyckpt.train.store.catalog import NOTE_KEY, note
 from pyckpt.train.store.pieces import Direct
 from pyckpt.train.sync.ranks import Ranks
 
-__all__ = ["Saver"]
+__all__ = ["Places", "Saver"]
 
 _logger = logging.getLogger("pyckpt")
+
+
+class Places(Protocol):
+    """Says where a step is saved."""
+
+    def path(self, step: int) -> Path: ...
 
 
 class Saver:
@@ -43,7 +48,7 @@ class Saver:
     For one thread, except for the counts, which any thread may read.
 
     Args:
-        catalog: of the directory to save into.
+        catalog: of the directory to save into, or what else names the places of saves.
         ranks: the ranks that save together.
         fence: says which job may save there.
         direct: whether writing bypasses the page cache, as for `DirectWriter`.
@@ -60,9 +65,9 @@ class Saver:
 
     def __init__(
         self,
-        catalog: Catalog,
+        catalog: Places,
         ranks: Ranks,
-        fence: Fence,
+        fence: Permission,
         *,
         direct: Direct,
         engine: Engine | None,

@@ -7,7 +7,7 @@ import sys
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from pyckpt.train.state.saved import Path, Tree
 __all__ = [
     "ModuleEntry",
     "Names",
+    "Replaced",
     "Trainable",
     "is_fsdp1",
     "quiet",
@@ -175,6 +176,24 @@ class Trainable:
         return kept
 
 
+class Replaced(Trainable):
+    """A module of which other values are saved, under its names: averaged weights, or some of them.
+    Loads as the module does.
+
+    Args:
+        module: the module, wrapped or not.
+        values: what to save, by the names without wrappers.
+    """
+
+    def __init__(self, module: nn.Module, values: Mapping[str, Any]) -> None:
+        super().__init__(module)
+        self.values = values
+
+    @property
+    def left_out(self) -> list[str]:
+        return []
+
+
 class ModuleEntry(Entry):
     """A module's parameters, persistent buffers and extra states."""
 
@@ -255,6 +274,8 @@ class ModuleEntry(Entry):
 
     def _raw(self) -> dict[str, tuple[str, Any]]:
         """Key and value in the module's own state, by the name without wrappers."""
+        if isinstance(self._view, Replaced):
+            return {name: (name, value) for name, value in self._view.values.items()}
         names = Names(self._module)
         with sharded(self._module):
             state = self._module.state_dict()

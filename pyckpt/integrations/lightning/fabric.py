@@ -1,0 +1,148 @@
+"""Strategies of Fabric whose ``fabric.save`` and ``fabric.load`` go through pyckpt. ::
+
+fabric = Fabric(devices=8, strategy=DDPStrategy())
+fabric.save("checkpoints/a", {"model": model, "optimizer": optimizer, "step": step})
+fabric.load("checkpoints/a", state)
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.fabric.strategies import DDPStrategy as _DDP
+from lightning.fabric.strategies import FSDPStrategy as _FSDP
+from lightning.fabric.strategies import ModelParallelStrategy as _ModelParallel
+from lightning.fabric.strategies import SingleDeviceStrategy as _SingleDevice
+from torch import nn
+from torch.optim import Optimizer
+
+from pyckpt.dcp.load import load_all
+from pyckpt.dcp.reader import DirectReader
+from pyckpt.errors import LoadError
+from pyckpt.format.paths import paths
+from pyckpt.integrations.lightning.contents import module_state
+from pyckpt.train.path_saver import PathSaver, is_checkpoint
+from pyckpt.train.restorer import LoadOptions
+from pyckpt.train.state.modules import Replaced
+from pyckpt.train.store.catalog import NOTE_KEY
+
+__all__ = ["DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "SingleDeviceStrategy"]
+
+_Strategy: Any = object  # one of Lightning's, in each class that is made of these
+
+
+class _Saving(_Strategy):
+    """What the strategies have in common: ``fabric.save`` and ``fabric.load``.
+
+    The state may have all that a `Checkpointer` takes, also `RngState`, `MetricState` and
+    `PerRank`. A checkpoint is a directory, sharded where the strategy shards. ``save`` returns
+    while it is being written. The next ``save`` or ``load`` waits for it, and raises its error if
+    it failed. So does ``fabric.strategy.wait()``, which belongs at the end of the program: what
+    fails after the last call is only logged.
+
+    Args:
+        direct: whether saving and loading bypass the page cache, as for `DirectWriter`.
+        args, kwargs: as for Fabric's strategy of the same name.
+    """
+
+    def __init__(
+        self, *args: Any, direct: Literal["auto", "require", "off"] = "auto", **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._direct = direct
+        self._saver: PathSaver | None = None
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        if storage_options is not None:
+            raise TypeError(f"{type(self).__name__} takes no storage_options")
+        chosen = {
+            name: _filtered(name, value, (filter or {}).get(name)) for name, value in state.items()
+        }
+        self._open().save(self.broadcast(path), chosen)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        path = Path(self.broadcast(path))
+        self.wait()
+        if not is_checkpoint(path) or (path / "meta.pt").exists():
+            if path.is_dir() and not (path / "meta.pt").exists():
+                raise LoadError(f"{path} holds no checkpoint, or one whose save did not finish")
+            return dict(super().load_checkpoint(path, state, strict, weights_only))
+        if not state:
+            return {name: value for name, value in load_all(path).items() if name != NOTE_KEY}
+        if isinstance(state, nn.Module | Optimizer):
+            raise TypeError("a checkpoint of pyckpt is loaded into a dict, as it was saved")
+        saved = {str(found[0]) for found in paths(DirectReader(path).read_metadata()).values()}
+        rest = dict.fromkeys(saved - state.keys() - {NOTE_KEY})
+        objects = {**state, **rest}
+        options = LoadOptions(
+            missing="error" if strict else "keep", unexpected="error" if strict else "ignore"
+        )
+        self._open().load(path, objects, options)
+        state.update({name: objects[name] for name in state})
+        return {name: objects[name] for name in rest}
+
+    def wait(self) -> None:
+        """Wait until no save is under way. All ranks call it.
+
+        Raises:
+            OSError, PyckptError: a save failed, and its error was not raised before.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
+    def teardown(self) -> None:
+        saver, self._saver = self._saver, None
+        if saver is not None:
+            saver.close()
+        super().teardown()
+
+    def _open(self) -> PathSaver:
+        if self._saver is None:
+            self._saver = PathSaver(direct=self._direct)
+            # Fabric does not say when it ends.
+            atexit.register(_end, weakref.ref(self._saver))
+        return self._saver
+
+
+def _end(saver: weakref.ref[PathSaver]) -> None:
+    if (one := saver()) is not None:
+        one.abandon()
+
+
+def _filtered(name: str, value: Any, keep: Callable[[str, Any], bool] | None) -> Any:
+    if keep is None:
+        return value
+    if isinstance(value, nn.Module):
+        found = module_state(value)
+        return Replaced(value, {key: one for key, one in found.items() if keep(key, one)})
+    if isinstance(value, Mapping):
+        return {key: one for key, one in value.items() if keep(key, one)}
+    raise NotImplementedError(f"filter: {name} is neither a module nor a dict")
+
+
+class SingleDeviceStrategy(_Saving, _SingleDevice):
+    __doc__ = _Saving.__doc__
+
+
+class DDPStrategy(_Saving, _DDP):
+    __doc__ = _Saving.__doc__
+
+
+class FSDPStrategy(_Saving, _FSDP):
+    __doc__ = _Saving.__doc__
+
+
+class ModelParallelStrategy(_Saving, _ModelParallel):
+    __doc__ = _Saving.__doc__
