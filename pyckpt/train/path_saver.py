@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +16,7 @@ from pyckpt.dcp.report import LoadReport
 from pyckpt.engine import Engine
 from pyckpt.errors import PyckptError
 from pyckpt.format import commit
+from pyckpt.locks import fork_safe_lock
 from pyckpt.train.arguments import directory_of, state_of
 from pyckpt.train.handle import SaveHandle
 from pyckpt.train.restorer import LoadOptions, Restorer
@@ -70,7 +70,7 @@ class PathSaver:
             on_commit=lambda handle: self._remove_doomed(),
         )
         self._doomed: list[Path] = []
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
 
     def save(
         self, path: str | os.PathLike[str], state: Mapping[str, Any], *, step: int = 0
