@@ -429,15 +429,6 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer._loss.begin()
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # The loader that skips the batches of a resumed epoch does not reach the sampler of several
-        # ranks, which would give the order of the first epoch.
-        sampler = getattr(kwargs.get("train_dataloader"), "batch_sampler", None)
-        while sampler is not None and not hasattr(sampler, "set_epoch"):
-            sampler = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
-        if sampler is not None and state.epoch is not None:
-            sampler.set_epoch(int(state.epoch))
-
 
 def _refuse_unsupported(trainer: Any) -> None:
     args = trainer.args

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pyckpt.dcp.whole import Whole
 from pyckpt.errors import CorruptCheckpoint, LoadError
 from pyckpt.train.state import values
-from pyckpt.train.state.entry import Entry
+from pyckpt.train.state.entry import Entry, asked
 from pyckpt.train.state.saved import Path, Policy, Rank, Tree
 
 __all__ = ["PerRank", "RankEntry", "RankState", "Unfit", "check_complete"]
@@ -37,8 +37,8 @@ class RankState(ABC):
     """
 
     @abstractmethod
-    def _own(self, rank: Rank) -> Any:
-        """Return the state of this rank."""
+    def _own(self, rank: Rank, name: str) -> Any:
+        """Return the state of this rank. ``name`` is what errors call it."""
 
     @abstractmethod
     def _sources(self, saved: int, rank: Rank) -> Sequence[int]:
@@ -81,7 +81,7 @@ class RankState(ABC):
         self, rank: Rank, name: str, whole: Callable[[Any], Any] = values.marked
     ) -> dict[str, Any]:
         key = _ALL if self._is_shared(rank) else _key(rank.index, rank.world_size)
-        return {key: values.encode(self._own(rank), name, compact=True, whole=whole)}
+        return {key: values.encode(self._own(rank, name), name, compact=True, whole=whole)}
 
     def _wanted(self, saved: Any, rank: Rank, name: str) -> tuple[int, list[str]]:
         """Return how many ranks saved it, and the keys that this rank loads.
@@ -162,8 +162,8 @@ class PerRank(RankState):
         self.value = value
         self._merge: Merge | None = merge if merge is not None else getattr(value, "merge", None)
 
-    def _own(self, rank: Rank) -> Any:
-        return self.value.state_dict() if _is_stateful(self.value) else self.value
+    def _own(self, rank: Rank, name: str) -> Any:
+        return asked(self.value, name) if _is_stateful(self.value) else self.value
 
     def _sources(self, saved: int, rank: Rank) -> Sequence[int]:
         if saved == rank.world_size:
