@@ -5,6 +5,7 @@ from pyckpt.integrations.accelerate import Accelerator  # in place of accelerate
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -25,9 +26,9 @@ import torch
 from accelerate.utils import DistributedType
 
 import pyckpt
-from pyckpt.dcp.together import together
-from pyckpt.errors import LoadError, SaveError
+from pyckpt.errors import LoadError
 from pyckpt.format import commit
+from pyckpt.integrations.first import on_first
 from pyckpt.train.arguments import directory_of
 from pyckpt.train.handle import SaveHandle
 from pyckpt.train.restorer import LoadOptions, Restorer
@@ -88,6 +89,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Raises:
             OSError, PyckptError: the save before this one failed.
+            FileExistsError: the next number is taken, by a checkpoint of an earlier run.
             ValueError: there is no directory, or something is asked for that cannot be saved.
         """
         self._refuse_unsupported(save_model_func_kwargs)
@@ -108,12 +110,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
             def refuse_used() -> None:
                 if (path / commit.metadata_name()).exists():
-                    raise ValueError(
-                        f"{path} is there already; set ProjectConfiguration(iteration=...) to the "
-                        "number to go on with, or load it"
+                    raise FileExistsError(
+                        errno.EEXIST,
+                        "it is of an earlier run; load it, or set "
+                        "ProjectConfiguration(iteration=...) to the number to go on with",
+                        str(path),
                     )
 
-            together(refuse_used, process_group=None, doing=f"saving {path}", kind=SaveError)
+            on_first(refuse_used)
         models = self._models_that_hooks_leave(path)
         limit = project.total_limit if automatic else None
         handle = saves.start(path, self._state(models), limit)
@@ -136,14 +140,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 lack; others are for a checkpoint of Accelerate's own.
 
         Raises:
-            ValueError: there is no such directory.
+            FileNotFoundError: there is no valid checkpoint.
             LoadError: the checkpoint does not fit; nothing was loaded.
             OSError, PyckptError: it cannot be read, or an earlier save failed.
         """
         self.wait_for_saves()
-        path, is_ours = together(
-            lambda: self._find(input_dir), process_group=None, doing="looking for checkpoints"
-        )
+        if input_dir is None and not self.project_configuration.automatic_checkpoint_naming:
+            raise ValueError("load_state needs a directory, or automatic_checkpoint_naming")
+        path, is_ours = on_first(lambda: self._find(input_dir))
         if not is_ours:
             super().load_state(str(path), load_kwargs, **load_model_func_kwargs)
             for optimizer in self._optimizers:
@@ -262,10 +266,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if input_dir is not None:
             path = directory_of(input_dir)
             if not path.is_dir():
-                raise ValueError(f"there is no directory {path} to load from")
+                raise FileNotFoundError(errno.ENOENT, "no directory to load from", str(path))
             return path, (path / commit.metadata_name()).exists() or _is_unfinished(path)
-        if not self.project_configuration.automatic_checkpoint_naming:
-            raise ValueError("load_state needs a directory, or automatic_checkpoint_naming")
         numbered = _Numbered(directory_of(os.path.join(self.project_dir, "checkpoints")))
         seen = []
         for number in numbered.steps():
@@ -277,7 +279,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 return path, entry.checkpoint is not None
             seen.append(str(entry))
         what = f" ({'; '.join(seen[:5])})" if seen else ""
-        raise ValueError(f"{numbered.directory} holds no valid checkpoint{what}")
+        raise FileNotFoundError(
+            errno.ENOENT, f"no valid checkpoint to load{what}", str(numbered.directory)
+        )
 
     def _refuse_unsupported(self, arguments: Mapping[str, Any]) -> None:
         if self.distributed_type in (
@@ -313,6 +317,9 @@ class _Loader:
         self._epoch: int | None = None  # that began last
         self._start: dict[str, torch.Tensor] | None = None  # generators, while an epoch goes on
         self._replay: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None
+        self._is_stateful = bool(getattr(loader, "use_stateful_dataloader", False))
+        if self._is_stateful:
+            loader.load_state_dict({})  # or its first epoch would have begun when it was prepared
         self.follow(loader)
 
     def follow(self, loader: Any) -> None:
@@ -371,7 +378,7 @@ class _Loader:
             # In the body of the loop, at the last batch, the loader still counts the old epoch.
             return {"epoch": epoch + (epoch == self._epoch and self._ended()), "generators": own}
         state = {"epoch": self._epoch, "generators": own, "start": self._start}
-        if getattr(loader, "use_stateful_dataloader", False):
+        if self._is_stateful:
             state["position"] = loader.state_dict()
         return state
 
@@ -386,8 +393,8 @@ class _Loader:
         self._epoch, self._replay = None, None
         if "start" in state:
             self._replay = (state["start"], {})
-        if "position" in state and getattr(loader, "use_stateful_dataloader", False):
-            loader.load_state_dict(state["position"])
+        if self._is_stateful:
+            loader.load_state_dict(state.get("position", {}))
 
     def resume_with(self, rng: dict[str, Any]) -> None:
         """All else is restored; ``rng`` is the state of this rank's generators."""

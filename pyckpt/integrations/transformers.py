@@ -11,11 +11,11 @@ import json
 import logging
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pyckpt.integrations.versions import require
 
@@ -24,21 +24,18 @@ require("transformers", minimum="5.20", below="6", extra="transformers")
 # ruff: noqa: E402
 import torch
 import transformers
-from accelerate.utils import broadcast_object_list
 from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 import pyckpt
-from pyckpt.dcp.failures import portable
 from pyckpt.errors import LoadError
+from pyckpt.integrations.first import on_first
 from pyckpt.train.finder import Finder
 from pyckpt.train.state.app_state import AppState
 
 __all__ = ["CheckpointerMixin", "Trainer"]
 
 _logger = logging.getLogger("pyckpt")
-
-T = TypeVar("T")
 
 _PART = "trainer"
 """The name in a checkpoint of what belongs to the Trainer itself."""
@@ -120,17 +117,17 @@ class CheckpointerMixin:
         """As of the Trainer; see the class for ``resume_from_checkpoint``.
 
         Raises:
+            FileNotFoundError: there is nothing to resume from.
             OSError, PyckptError: a save failed, or the checkpoint cannot be loaded.
-            ValueError: there is nothing to resume from.
         """
         found: str | _Source | None = None
         if resume_from_checkpoint is True:
-            found = _on_first(self._newest)
+            found = on_first(self._newest)
         elif resume_from_checkpoint:
             path = resume_from_checkpoint
-            found = _on_first(lambda: _source_at(Path(path).expanduser()) or str(path))
+            found = on_first(lambda: _source_at(Path(path).expanduser()) or str(path))
         else:
-            self._tell_earlier_runs()
+            on_first(self._tell_earlier_runs)
         with tempfile.TemporaryDirectory(prefix="pyckpt-resume-") as folder:
             self._folder = Path(folder)
             self._source = found if isinstance(found, _Source) else None
@@ -150,14 +147,17 @@ class CheckpointerMixin:
             return ours
         if theirs is not None:
             return theirs
-        damaged = [str(one) for one in Finder(directory, "auto", None).inspect()]
-        what = f"; it holds {'; '.join(damaged[:5])}" if damaged else ""
-        raise ValueError(
-            f"resume_from_checkpoint=True, and there is no valid checkpoint in {directory}{what}"
+        entries = Finder(directory, "auto", None).inspect()
+        what = "; ".join(str(entry) for entry in entries[:5])
+        raise FileNotFoundError(
+            2,
+            "resume_from_checkpoint=True, and there is no valid checkpoint"
+            + (f" ({what})" if what else ""),
+            str(directory),
         )
 
     def _prepare_folder(self) -> str:
-        """Write the file that the Trainer reads its state from, and compare how the run was made."""
+        """Write the file that the Trainer reads its state from. Warn if the data is not the same."""
         assert self._source is not None
         state = json.loads(self._source.trainer["state"])
         best = state.get("best_global_step")
@@ -192,9 +192,8 @@ class CheckpointerMixin:
 
     def _tell_earlier_runs(self) -> None:
         directory = Path(self._me.args.output_dir)
-        if self._me.args.process_index or self._me.args.save_strategy == "no":
-            return
-        newest = Finder(directory, "auto", None).latest() if directory.is_dir() else None
+        saves = self._me.args.save_strategy != "no"
+        newest = Finder(directory, "auto", None).latest() if saves and directory.is_dir() else None
         if newest is not None:
             _logger.warning(
                 "training begins, and %s is of an earlier run; resume_from_checkpoint=True will "
@@ -273,7 +272,6 @@ class CheckpointerMixin:
         if best in self._saved and best != step:
             checkpointer.protect(best)  # it became the best after it was saved
         self._saved.add(step)
-        self._stepped = step
         checkpointer.save(step, self._state(), metrics=self._metrics())
 
     def _metrics(self) -> dict[str, float]:
@@ -291,18 +289,10 @@ class CheckpointerMixin:
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
-        step = self._me.state.global_step
-        if self._checkpointer is None or step < self._stepped:
+        checkpointer, step = self._checkpointer, self._me.state.global_step
+        if checkpointer is None:
             return
-        # Of a step that was saved right now, the Checkpointer knows; the end of an epoch is the
-        # same step again.
-        if step > self._stepped or self._checkpointer.stop_requested:
-            self._tell_step(step)
-
-    def _tell_step(self, step: int) -> None:
-        checkpointer = self._checkpointer
-        assert checkpointer is not None
-        if step > self._stepped:
+        if step > self._stepped:  # the end of an epoch is the same step again
             self._stepped = step
             if checkpointer.step(step, self._state(), metrics=self._metrics()) is not None:
                 self._saved.add(step)
@@ -508,22 +498,7 @@ def _source_of(path: Path, step: int, *, any_older: bool) -> _Source:
     return _Source(path, step, any_older, part[_PART])
 
 
-def _on_first(function: Callable[[], T]) -> T:
-    """What a function returns on the first rank, or the error that it raises there. Collective."""
-    box: list[Any] = [None, None]
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        try:
-            box[0] = function()
-        except Exception as error:
-            box[1] = portable(error)
-    broadcast_object_list(box)
-    if box[1] is not None:
-        raise box[1]
-    result: T = box[0]
-    return result
-
-
 def _mean(states: list[Any], rank: int, world_size: int) -> Any:
-    """For a `_RunningLoss` on another number of ranks: the mean of them, which is what is logged."""
+    """A `_RunningLoss` on another number of ranks: their mean, which is what is logged."""
     total = torch.stack([state["sum"].float() for state in states]).mean()
     return {"sum": total, "since": states[0]["since"]}
