@@ -71,9 +71,9 @@ class CheckpointerMixin:
     The arguments of ``TrainingArguments`` keep their meaning: ``save_strategy``, ``save_steps``,
     ``save_total_limit``, ``load_best_model_at_end``, ``save_only_model``. Checkpoints are
     directories ``step-00000100`` in ``output_dir``. They hold the model, the optimizer, the
-    scheduler, the scaler, each rank's random generators, the Trainer's state with its callbacks, and
-    the loss since the last log. A save goes on while training does. The next step raises the error
-    of one that failed, on all ranks.
+    scheduler, the scaler, each rank's random generators, the Trainer's state with its callbacks,
+    and the loss since the last log. A save goes on while training does. The next step raises the
+    error of one that failed, on all ranks.
 
     ``train(resume_from_checkpoint=True)`` resumes from the newest checkpoint that is valid on all
     ranks. The argument may also be the path of one, or of a directory that holds some, or of a
@@ -140,7 +140,9 @@ class CheckpointerMixin:
     def _newest(self) -> str | _Source:
         """The newest checkpoint in the output directory, of either format."""
         directory = Path(self._me.args.output_dir)
-        theirs = get_last_checkpoint(directory) if directory.is_dir() else None
+        theirs: str | None = None
+        if directory.is_dir():
+            theirs = get_last_checkpoint(directory)  # type: ignore[no-untyped-call]
         step = -1 if theirs is None else int(theirs.rpartition("-")[2])
         ours = _newest_in(directory)
         if ours is not None and ours.step >= step:
@@ -157,7 +159,7 @@ class CheckpointerMixin:
         )
 
     def _prepare_folder(self) -> str:
-        """Write the file that the Trainer reads its state from. Warn if the data is not the same."""
+        """Write the file that the Trainer reads its state from; warn if the data is another."""
         assert self._source is not None
         state = json.loads(self._source.trainer["state"])
         best = state.get("best_global_step")
