@@ -6,10 +6,8 @@ from __future__ import annotations
 import inspect
 
 import pytest
-
-transformers = pytest.importorskip("transformers")
-
-from transformers import trainer_callback, trainer_utils  # noqa: E402
+import transformers
+from transformers import trainer_callback, trainer_utils
 
 # Methods that are overridden, with the arguments that they are called with.
 OVERRIDDEN = {

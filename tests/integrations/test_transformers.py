@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 import transformers
 from _huggingface import STEPS, At, Data, Interrupt, interrupt, kill, losses, make_model

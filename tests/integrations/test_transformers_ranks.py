@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from _huggingface import EPOCH, STEPS, At, ShardedTrainer, kill, losses, make_model, set_up_rank
 from _huggingface import make_trainer as make
