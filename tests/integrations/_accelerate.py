@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _ranks import preload
 from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 
 from pyckpt.integrations.accelerate import Accelerator
+
+preload("pyckpt.integrations.accelerate", "torchdata.stateful_dataloader")
 
 EPOCH = 12  # batches of a rank
 EPOCHS = 3
@@ -86,7 +89,7 @@ def train(
     save_at: tuple[int, ...] = (),
     kill_at: int | None = None,
 ) -> list[float]:
-    """The losses of a run: to its end; or to a batch, with a save there. It saves, too, at others."""
+    """The losses of a run to its end, or to a batch, with a save there; with saves before it."""
     run = Run(how)
     found = []
     loader = run.loader

@@ -10,9 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from _ranks import preload
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from pyckpt.integrations.transformers import Trainer
+
+preload(
+    "accelerate.utils.fsdp_utils", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2"
+)
 
 EPOCH = 12  # steps
 STEPS = 3 * EPOCH

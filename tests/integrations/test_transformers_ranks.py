@@ -17,45 +17,51 @@ from pyckpt.integrations.transformers import Trainer
 KINDS = {"ddp": Trainer, "fsdp2": ShardedTrainer}
 
 
-def train(
-    directory: Path, kind: str, stop: int | None, resume: bool, batch: int, dropout: float
-) -> tuple[list[float], float]:
-    set_up_rank()
+def train(directory: Path, kind: str, **options: Any) -> list[float]:
+    batch, resume = options.pop("batch", 2), options.pop("resume", False)
     trainer = make(
         directory,
         kind=KINDS[kind],
-        model=make_model(dropout=dropout),
-        callbacks=[] if stop is None else [At(stop, kill)],
+        model=make_model(dropout=options.pop("dropout")),
         per_device_train_batch_size=batch,
+        **options,
     )
     trainer.train(resume_from_checkpoint=resume)
     parameters = list(trainer.model_wrapped.parameters())
     assert any(isinstance(one, DTensor) for one in parameters) == (kind == "fsdp2")
-    steps = {
-        value.device.type
-        for state in trainer.optimizer.state.values()
-        for name, value in state.items()
-        if name == "step"
-    }
-    assert steps == {"cpu"}
-    return losses(trainer), trainer.state.epoch
+    states = trainer.optimizer.state.values()
+    assert {state["step"].device.type for state in states} == {"cpu"}
+    return losses(trainer)
+
+
+def train_until_killed(directory: Path, kind: str, dropout: float) -> None:
+    set_up_rank()
+    train(directory, kind, dropout=dropout, callbacks=[At(EPOCH + 5, kill)])
+
+
+def resume(directory: Path, kind: str) -> tuple[list[float], list[float]]:
+    """The losses of the resumed run, and those of one that nobody has killed."""
+    set_up_rank()
+    found = train(directory, kind, dropout=0.1, resume=True)
+    return found, train(directory / "whole", kind, dropout=0.1, save_strategy="no")
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_killed_and_resumed(kind: str, tmp_path: Path) -> None:
-    # With dropout, in the middle of the second epoch.
-    whole = run_ranks(2, train, tmp_path / "whole", kind, None, False, 2, 0.1)
-    assert len(whole[0][0]) == STEPS
+    # In the middle of the second epoch.
     with pytest.raises(RanksFailed, match="died with exit code -9"):
-        run_ranks(2, train, tmp_path / "run", kind, EPOCH + 5, False, 2, 0.1)
-    assert run_ranks(2, train, tmp_path / "run", kind, None, True, 2, 0.1) == whole
+        run_ranks(2, train_until_killed, tmp_path, kind, 0.1)
+    for found, whole in run_ranks(2, resume, tmp_path, kind):
+        assert len(whole) == STEPS
+        assert found == whole
 
 
 def test_on_another_number_of_ranks(tmp_path: Path) -> None:
-    # Without dropout, whose numbers are each rank's own, ranks add up to one.
-    whole = run_ranks(2, train, tmp_path / "whole", "fsdp2", None, False, 2, 0.0)[0]
+    # Without dropout, whose numbers are each rank's own, one rank has the losses of two.
     with pytest.raises(RanksFailed, match="died with exit code -9"):
-        run_ranks(2, train, tmp_path / "run", "fsdp2", EPOCH + 5, False, 2, 0.0)
-    trainer: Any = make(tmp_path / "run", model=make_model(dropout=0.0))
-    trainer.train(resume_from_checkpoint=True)
-    torch.testing.assert_close(losses(trainer), whole[0], rtol=1e-4, atol=1e-4)
+        run_ranks(2, train_until_killed, tmp_path, "fsdp2", 0.0)
+    found = [
+        train(path, "ddp", dropout=0.0, resume=resume, batch=4)
+        for path, resume in ((tmp_path, True), (tmp_path / "whole", False))
+    ]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
