@@ -9,7 +9,6 @@ import errno
 import logging
 import os
 import re
-import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -68,7 +67,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """
 
     _saves: _Saves | None = None
-    _positions: weakref.WeakKeyDictionary[Any, _Loader] | None = None
 
     def save_state(
         self,
@@ -175,7 +173,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             ranks.close()
         rng = pyckpt.RngState().state_dict()
         for loader in self._dataloaders:
-            self._position_of(loader).resume_with(rng)
+            if (position := _position_of(loader)) is not None:
+                position.resume_with(rng)
         self.step = state["accelerator"]["step"]
         project = self.project_configuration
         if project.automatic_checkpoint_naming:
@@ -206,24 +205,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """As of Accelerate; the loader's epochs are followed from here on."""
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
-        self._position_of(prepared)
+        if hasattr(prepared, "base_dataloader") and _position_of(prepared) is None:
+            prepared.pyckpt_position = _Position(prepared)
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """As of Accelerate. The epoch after it is the next one for ``dataloader``, too."""
         skipping = super().skip_first_batches(dataloader, num_batches)
-        position = self._position_of(dataloader)
-        if position is not None and hasattr(skipping, "base_dataloader"):
+        position = _position_of(dataloader)
+        if position is not None:
             position.follow(skipping)
         return skipping
-
-    def _position_of(self, loader: Any) -> _Loader:
-        """The position of a prepared loader."""
-        if self._positions is None:
-            self._positions = weakref.WeakKeyDictionary()
-        if loader not in self._positions:
-            self._positions[loader] = _Loader(loader)
-        return self._positions[loader]
 
     # --- what is saved ----------------------------------------------------------------------------
 
@@ -237,8 +229,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         }.items():
             state |= {_name(name, i): one for i, one in enumerate(objects)}
         state |= {
-            _name("loader", i): pyckpt.PerRank(self._position_of(one), merge=_on_other_ranks)
+            _name("loader", i): pyckpt.PerRank(position, merge=_on_other_ranks)
             for i, one in enumerate(self._dataloaders)
+            if (position := _position_of(one)) is not None
         }
         if self.scaler is not None:
             state["scaler"] = self.scaler
@@ -302,7 +295,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise TypeError(f"save_state takes no {', '.join(arguments)}")
 
 
-class _Loader:
+class _Position:
     """The epoch of a prepared loader and its position in it, as far as these can be known.
 
     A loader draws random numbers when an epoch begins: the order of the examples, and seeds for its
@@ -400,6 +393,12 @@ class _Loader:
         """All else is restored; ``rng`` is the state of this rank's generators."""
         if self._replay is not None:
             self._replay = (self._replay[0], rng)
+
+
+def _position_of(loader: Any) -> _Position | None:
+    """The position of a loader that was prepared. It belongs to the loader, and ends with it."""
+    found = vars(loader).get("pyckpt_position")
+    return found if isinstance(found, _Position) else None
 
 
 def _on_other_ranks(states: list[Any], rank: int, world_size: int) -> Any:

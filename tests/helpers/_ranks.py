@@ -211,4 +211,5 @@ def _in_group(
     try:
         return function(*args)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # the end of a framework's training destroys it
+            dist.destroy_process_group()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from _huggingface import EPOCH, STEPS, At, ShardedTrainer, kill, losses, make_model, set_up_rank
+from _huggingface import EPOCH, At, ShardedTrainer, kill, losses, make_model, set_up_rank
 from _huggingface import make_trainer as make
 from _ranks import RanksFailed, run_ranks
 from torch.distributed.tensor import DTensor
@@ -24,6 +24,7 @@ def train(directory: Path, kind: str, **options: Any) -> list[float]:
         kind=KINDS[kind],
         model=make_model(dropout=options.pop("dropout")),
         per_device_train_batch_size=batch,
+        num_train_epochs=2,
         **options,
     )
     trainer.train(resume_from_checkpoint=resume)
@@ -52,7 +53,7 @@ def test_killed_and_resumed(kind: str, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match="died with exit code -9"):
         run_ranks(2, train_until_killed, tmp_path, kind, 0.1)
     for found, whole in run_ranks(2, resume, tmp_path, kind):
-        assert len(whole) == STEPS
+        assert len(whole) == 2 * EPOCH
         assert found == whole
 
 
