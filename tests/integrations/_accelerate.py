@@ -15,6 +15,8 @@ from torch import nn
 
 from pyckpt.integrations.accelerate import Accelerator
 
+# As children have; with more, sums have other last bits.
+torch.set_num_threads(1)
 preload("pyckpt.integrations.accelerate", "torchdata.stateful_dataloader")
 
 EPOCH = 12  # batches of a rank

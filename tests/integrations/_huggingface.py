@@ -15,6 +15,8 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from pyckpt.integrations.transformers import Trainer
 
+# As children have; with more, sums have other last bits.
+torch.set_num_threads(1)
 preload(
     "accelerate.utils.fsdp_utils", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2"
 )

@@ -58,7 +58,7 @@ def train_in_child(pipe: Any, directory: Path, stop: int | None) -> list[float]:
     return losses(trainer)
 
 
-def test_killed_and_resumed_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+def test_killed_and_resumed_in_the_middle_of_an_epoch(tmp_path: Path, whole: list[float]) -> None:
     child = Child(train_in_child, tmp_path / "run", 17)
     with pytest.raises(EOFError):
         child.receive()
@@ -67,15 +67,7 @@ def test_killed_and_resumed_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     found = pyckpt.Checkpointer(tmp_path / "run").latest()
     assert found is not None
     assert found.step in (10, 15)
-    # One thread computes other losses than two.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        expected = make(tmp_path / "whole", save_strategy="no")
-        expected.train()
-    finally:
-        torch.set_num_threads(threads)
-    assert run_child(train_in_child, tmp_path / "run", None) == losses(expected)
+    assert run_child(train_in_child, tmp_path / "run", None) == whole
 
 
 @pytest.mark.parametrize("stop", [13, 26])  # the end of an epoch, and later
@@ -265,7 +257,7 @@ def test_another_trainer(tmp_path: Path, whole: list[float]) -> None:
     class Mine(CheckpointerMixin, Other):  # type: ignore[misc]
         pass
 
-    start(tmp_path, 17, kind=Mine)
+    start(tmp_path, 33, kind=Mine)
     assert losses(resume(tmp_path, kind=Mine)) == whole
 
 
