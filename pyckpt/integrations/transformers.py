@@ -32,6 +32,7 @@ from pyckpt.errors import LoadError
 from pyckpt.integrations.first import on_first
 from pyckpt.train.finder import Finder
 from pyckpt.train.state.app_state import AppState
+from pyckpt.train.store.catalog import directory_name
 
 __all__ = ["CheckpointerMixin", "Trainer"]
 
@@ -165,7 +166,7 @@ class CheckpointerMixin:
         best = state.get("best_global_step")
         if best and state.get("best_model_checkpoint"):
             # The directory may have been moved since.
-            state["best_model_checkpoint"] = str(self._source.path.parent / _name(best))
+            state["best_model_checkpoint"] = str(self._source.path.parent / directory_name(best))
         text = json.dumps(state)
         (self._folder / "trainer_state.json").write_text(text, encoding="utf-8")
         saved, now = json.loads(self._source.trainer["run"]), self._run()
@@ -221,7 +222,7 @@ class CheckpointerMixin:
                     )
                 except _OtherStep as other:
                     assert self._source is not None
-                    path = self._source.path.parent / _name(other.step)
+                    path = self._source.path.parent / directory_name(other.step)
                     self._source = _source_of(path, other.step, any_older=True)
                     self._prepare_folder()
 
@@ -270,7 +271,7 @@ class CheckpointerMixin:
             me.store_flos()
         best = me.state.best_global_step
         if best and (best == step or best in self._saved):
-            me.state.best_model_checkpoint = str(checkpointer.directory / _name(best))
+            me.state.best_model_checkpoint = str(checkpointer.directory / directory_name(best))
         if best in self._saved and best != step:
             checkpointer.protect(best)  # it became the best after it was saved
         self._saved.add(step)
@@ -448,16 +449,12 @@ def _refuse_unsupported(trainer: Any) -> None:
         )
 
 
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
 def _step_of(path: Path) -> int | None:
     """The step in the name of a checkpoint's directory; None for another name."""
     number = path.name.removeprefix("step-")
     if path.name == number or not number.isdecimal():
         return None
-    return int(number) if path.name == _name(int(number)) else None
+    return int(number) if path.name == directory_name(int(number)) else None
 
 
 def _newest_in(directory: Path) -> _Source | None:
@@ -482,8 +479,8 @@ def _source_at(path: Path) -> _Source | None:
         return _source_of(path, step, any_older=False)
     if (path / ".metadata").exists():
         raise LoadError(
-            f"{path} is not named as a checkpoint of a Trainer is, such as {_name(100)}; if it is "
-            "one that was renamed, give it its name again"
+            f"{path} is not named as a checkpoint of a Trainer is, such as {directory_name(100)}; "
+            "if it is one that was renamed, give it its name again"
         )
     return _newest_in(path)
 

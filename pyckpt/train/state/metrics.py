@@ -94,7 +94,7 @@ class MetricState(RankState):
     def _is_shared(self, rank: Rank) -> bool:
         return self._consolidate
 
-    def _own(self, rank: Rank, name: str) -> Any:
+    def _own(self, rank: Rank) -> Any:
         metrics = self._find()
         if self._consolidate and rank.world_size > 1:
             return consolidated(metrics, rank)

@@ -30,7 +30,7 @@ class RngState(RankState):
     get the state of their number. If CUDA was not in use, its generators stay as they are.
     """
 
-    def _own(self, rank: Rank, name: str) -> Any:
+    def _own(self, rank: Rank) -> Any:
         state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
         numpy = sys.modules.get("numpy")
         if numpy is not None:
