@@ -47,7 +47,8 @@ MAY_USE = {
     "profiling": {"locks"},
     # What a program could import; nothing else imports an integration.
     "integrations": FLOOR
-    | {"", "dcp", "engine", "optim", "train", "train.state", "train.store", "train.sync"},
+    | {"", "dcp", "engine", "format", "optim", "train", "train.arguments"}
+    | {"train.state", "train.store", "train.sync"},
 }
 
 

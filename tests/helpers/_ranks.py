@@ -23,20 +23,26 @@ from multiprocessing import connection
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "pyckpt.train.checkpointer",  # which imports nearly all of it
-        "pytest",
-        "torch._dynamo",  # which DTensor imports at its first use
-        "torch.distributed.checkpoint.format_utils",
-        "torch.distributed.checkpoint.state_dict",
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor",
-        "torchmetrics",
-    ]
-)
+_preloaded = [
+    "pyckpt.train.checkpointer",  # which imports nearly all of it
+    "pytest",
+    "torch._dynamo",  # which DTensor imports at its first use
+    "torch.distributed.checkpoint.format_utils",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torchmetrics",
+]
+_CONTEXT.set_forkserver_preload(_preloaded)
 
 TIMEOUT_S = 120.0  # far more than anything here takes: it only turns a hang into a failure
+
+
+def preload(*modules: str) -> None:
+    """Have the children start with these modules imported, too. For the top of a test module, since
+    it has no effect once there was a child."""
+    _preloaded.extend(modules)
+    _CONTEXT.set_forkserver_preload(_preloaded)
 
 
 class ChildFailed(Exception):
@@ -205,4 +211,5 @@ def _in_group(
     try:
         return function(*args)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # the end of a framework's training destroys it
+            dist.destroy_process_group()

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import pyckpt
-from pyckpt.errors import LoadError, UnsafeCheckpoint
+from pyckpt.errors import LoadError, SaveError, UnsafeCheckpoint
 from pyckpt.train.state.app_state import AppState
 
 
@@ -645,3 +645,30 @@ def test_nothing_is_copied() -> None:
     moments = optimizer.state[model[0].weight]["exp_avg"]
     assert state["optimizer"]["state"]["0.weight"]["exp_avg"].data_ptr() == moments.data_ptr()
     assert state["values"]["t"].data_ptr() == values["t"].data_ptr()
+
+
+class Unready:
+    """An object whose state is not there yet, as of a loader that was not asked for a batch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.position  # type: ignore[attr-defined,no-any-return]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class UnreadyLoader(torch.utils.data.DataLoader[int], Unready):
+    """As Accelerate prepares loaders: it has the method, and no state."""
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (Unready(), "this Unready raised AttributeError: .*'position'"),
+        (pyckpt.PerRank(Unready()), "this Unready raised AttributeError: .*'position'"),
+        (UnreadyLoader([1, 2]), "this UnreadyLoader raised .*only torchdata's StatefulDataLoader"),
+    ],
+)
+def test_an_object_that_cannot_tell_its_state_is_named(value: Any, what: str) -> None:
+    with pytest.raises(SaveError, match=rf"^data: state_dict\(\) of {what}") as error:
+        AppState({"data": value}).state_dict()
+    assert isinstance(error.value.__cause__, AttributeError)

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from pyckpt.dcp.report import Difference
+from pyckpt.errors import PyckptError, SaveError
 from pyckpt.optim.wrappers import parameters, sharding
 from pyckpt.train.state import values
 from pyckpt.train.state.saved import Path, Policy, Tree
 
-__all__ = ["Entry", "GradScalerEntry", "StatefulEntry", "ValueEntry"]
+__all__ = ["Entry", "GradScalerEntry", "StatefulEntry", "ValueEntry", "asked"]
 
 
 class Entry(ABC):
@@ -72,6 +74,27 @@ class Entry(ABC):
         """Take the template as it was loaded."""
 
 
+def asked(value: Any, name: str) -> Any:
+    """The ``state_dict`` of somebody else's object.
+
+    Raises:
+        SaveError: it raised; says which object that was, which its own error seldom does.
+    """
+    try:
+        return value.state_dict()
+    except (OSError, MemoryError, PyckptError):
+        raise
+    except Exception as error:
+        hint = ""
+        if isinstance(value, DataLoader):
+            # Accelerate's loaders have the method in any case.
+            hint = "; of loaders, only torchdata's StatefulDataLoader knows its position"
+        raise SaveError(
+            f"{name}: state_dict() of this {type(value).__name__} raised "
+            f"{type(error).__name__}: {error}{hint}"
+        ) from error
+
+
 class StatefulEntry(Entry):
     """An object with ``state_dict`` and ``load_state_dict``, equal on all ranks."""
 
@@ -80,7 +103,7 @@ class StatefulEntry(Entry):
         self._value = value
 
     def state(self) -> Any:
-        return values.encode(self._value.state_dict(), self.name)
+        return values.encode(asked(self._value, self.name), self.name)
 
     def check(self) -> None:
         try:

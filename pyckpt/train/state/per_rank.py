@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pyckpt.dcp.whole import Whole
 from pyckpt.errors import CorruptCheckpoint, LoadError
 from pyckpt.train.state import values
-from pyckpt.train.state.entry import Entry
+from pyckpt.train.state.entry import Entry, asked
 from pyckpt.train.state.saved import Path, Policy, Rank, Tree
 
 __all__ = ["PerRank", "RankEntry", "RankState", "Unfit", "check_complete"]
@@ -39,6 +39,10 @@ class RankState(ABC):
     @abstractmethod
     def _own(self, rank: Rank) -> Any:
         """Return the state of this rank."""
+
+    def _told(self, rank: Rank, name: str) -> Any:
+        """Return the state of this rank. Errors call it ``name``."""
+        return self._own(rank)
 
     @abstractmethod
     def _sources(self, saved: int, rank: Rank) -> Sequence[int]:
@@ -81,7 +85,7 @@ class RankState(ABC):
         self, rank: Rank, name: str, whole: Callable[[Any], Any] = values.marked
     ) -> dict[str, Any]:
         key = _ALL if self._is_shared(rank) else _key(rank.index, rank.world_size)
-        return {key: values.encode(self._own(rank), name, compact=True, whole=whole)}
+        return {key: values.encode(self._told(rank, name), name, compact=True, whole=whole)}
 
     def _wanted(self, saved: Any, rank: Rank, name: str) -> tuple[int, list[str]]:
         """Return how many ranks saved it, and the keys that this rank loads.
@@ -163,7 +167,10 @@ class PerRank(RankState):
         self._merge: Merge | None = merge if merge is not None else getattr(value, "merge", None)
 
     def _own(self, rank: Rank) -> Any:
-        return self.value.state_dict() if _is_stateful(self.value) else self.value
+        return self._told(rank, type(self).__name__)
+
+    def _told(self, rank: Rank, name: str) -> Any:
+        return asked(self.value, name) if _is_stateful(self.value) else self.value
 
     def _sources(self, saved: int, rank: Rank) -> Sequence[int]:
         if saved == rank.world_size:

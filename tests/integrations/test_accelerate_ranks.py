@@ -1,0 +1,128 @@
+"""An Accelerator that saves and loads through pyckpt, on several ranks, and on others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from _accelerate import EPOCH, Run, train
+from _huggingface import set_up_rank
+from _ranks import RanksFailed, run_ranks
+from torch.distributed.tensor import DTensor
+
+import pyckpt
+from pyckpt.errors import LoadError
+
+
+def train_until_killed(path: Path, how: str) -> None:
+    set_up_rank()
+    train(path, how, save_at=(5, 17), kill_at=20)
+
+
+def resume(path: Path, how: str) -> tuple[list[float], list[float]]:
+    """The losses of the resumed run, and those of one that nobody has killed."""
+    set_up_rank()
+    found = train(path, how, resume=True)
+    return found, train(path, how)
+
+
+@pytest.mark.parametrize("how", ["stateful", "fsdp stateful"])
+def test_killed_and_resumed(how: str, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="died with exit code -9"):
+        run_ranks(2, train_until_killed, tmp_path, how)
+    for found, whole in run_ranks(2, resume, tmp_path, how):
+        assert len(whole) == 3 * EPOCH
+        assert found == whole[17:]
+
+
+def save(path: Path, how: str, stop: int) -> list[Any]:
+    set_up_rank()
+    run = Run(how)
+    for batch in run.loader:
+        run.step(batch)
+        if run.count.n == stop:
+            break
+    assert isinstance(next(run.model.parameters()), DTensor)
+    run.accelerator.save_state(path)
+    run.accelerator.wait_for_saves()
+    return whole_state(run)
+
+
+def whole_state(run: Run) -> list[Any]:
+    """Parameters and moments, in one piece."""
+    found = []
+    for param in run.model.parameters():
+        state = run.optimizer.state[param]
+        assert state["step"].device.type == "cpu"
+        for value in (param, state["exp_avg"], state["exp_avg_sq"], state["step"]):
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            found.append(whole.detach().tolist())
+    return found
+
+
+def load(path: Path, how: str) -> tuple[list[Any], int]:
+    set_up_rank()
+    run = Run(how, seed=1)
+    run.accelerator.load_state(path)
+    return whole_state(run), run.count.n
+
+
+def test_shards_are_loaded_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """Each rank saves its shards, and no rank gathers them."""
+    saved = run_ranks(2, save, tmp_path, "fsdp skip", 7)
+    assert saved[0] == saved[1]
+    assert len(list(tmp_path.glob("*.distcp"))) == 2
+    assert run_ranks(3, load, tmp_path, "fsdp skip") == [(saved[0], 7)] * 3
+    assert run_ranks(2, load, tmp_path, "skip") == [(saved[0], 7)] * 2  # DDP
+    run = Run("skip", seed=1)
+    run.accelerator.load_state(tmp_path)
+    assert whole_state(run) == saved[0]
+
+
+def save_in_an_epoch(path: Path) -> None:
+    set_up_rank()
+    train(path, "stateful", stop=5)
+
+
+def test_a_position_cannot_be_brought_to_another_number_of_ranks(tmp_path: Path) -> None:
+    run_ranks(2, save_in_an_epoch, tmp_path)
+    with pytest.raises(LoadError, match=r"loader: .*position.* load it on 2"):
+        Run("stateful").accelerator.load_state(tmp_path)
+
+
+class Fragile:
+    broken = False
+
+    def state_dict(self) -> dict[str, int]:
+        if self.broken:
+            raise ZeroDivisionError
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def save_where_one_rank_cannot(path: Path) -> str:
+    set_up_rank()
+    run = Run("skip")
+    fragile = Fragile()
+    run.accelerator.register_for_checkpointing(fragile)
+    fragile.broken = dist.get_rank() == 1
+    run.accelerator.save_state(path)
+    with pytest.raises(pyckpt.errors.PyckptError) as error:
+        run.accelerator.wait_for_saves()
+    fragile.broken = False
+    for batch in run.loader:  # nobody hangs
+        run.step(batch)
+    run.accelerator.save_state(path).wait()
+    run.accelerator.end_training()
+    return str(error.value)
+
+
+def test_a_rank_that_cannot_save(tmp_path: Path) -> None:
+    for message in run_ranks(2, save_where_one_rank_cannot, tmp_path):
+        assert "custom_1: state_dict() of this Fragile raised ZeroDivisionError" in message
+    assert EPOCH in pyckpt.load(tmp_path)["custom"].values()
+    assert torch.is_tensor(pyckpt.load(tmp_path)["model"]["0.weight"])
