@@ -35,10 +35,15 @@ class Described {
   std::shared_ptr<Columns> columns(const py::dict& keys, const py::dict& places) const {
     auto columns = std::make_shared<Columns>();
     columns->reserve(keys.size(), places.size(), 0);
-    for (const auto& [name, value] : keys) add_key(columns.get(), name, value);
+    size_t steps = 0;
+    for (const auto& [name, value] : keys) {
+      let_others_run(++steps);
+      add_key(columns.get(), name, value);
+    }
     std::vector<bool> is_placed(columns->item_count(), false);
     std::unordered_map<std::string, uint32_t> files;
     for (const auto& [index, info] : places) {
+      let_others_run(++steps);
       const uint64_t item = find(*columns, index);
       if (is_placed[item]) throw NotStocks();
       is_placed[item] = true;
@@ -55,8 +60,20 @@ class Described {
     return value;
   }
 
-  static void check_class(py::handle object, py::handle type) {
+  static void let_others_run(size_t steps) {
+    constexpr size_t kStepsAtATime = 256;  // less than a millisecond
+    if (steps % kStepsAtATime != 0) return;
+    const py::gil_scoped_release release;
+  }
+
+  // An object with more than its class's fields has something that columns would lose.
+  static void check_class(py::handle object, py::handle type, size_t fields) {
     if (!py::type::handle_of(object).is(type)) throw NotStocks();
+    const py::object known = get(object, "__dict__");
+    if (PyDict_CheckExact(known.ptr()) == 0 ||
+        static_cast<size_t>(PyDict_GET_SIZE(known.ptr())) > fields) {
+      throw NotStocks();
+    }
   }
 
   static std::string_view text(py::handle object) {
@@ -99,12 +116,13 @@ class Described {
 
   void add_key(Columns* columns, py::handle name, py::handle value) const {
     if (py::type::handle_of(value).is(bytes_)) {
+      check_class(value, bytes_, 0);
       columns->add_object(text(name));
       return;
     }
     // First, since what stands for stock's object until somebody looks becomes one by that.
     const py::object chunks = get(value, "chunks");
-    check_class(value, tensor_);
+    check_class(value, tensor_, 3);
     Numbers size;
     numbers(get(value, "size"), &size);
     const uint32_t properties = columns->add_properties(properties_of(get(value, "properties")));
@@ -113,7 +131,7 @@ class Described {
     Numbers offsets;
     Numbers sizes;
     for (const py::handle chunk : py::reinterpret_borrow<py::list>(chunks)) {
-      check_class(chunk, chunk_);
+      check_class(chunk, chunk_, 2);
       numbers(get(chunk, "offsets"), &offsets);
       numbers(get(chunk, "sizes"), &sizes);
       if (offsets.size() != size.size() || sizes.size() != size.size()) throw NotStocks();
@@ -122,7 +140,8 @@ class Described {
   }
 
   Properties properties_of(const py::object& object) const {
-    check_class(object, properties_);
+    // Torch 2.15 has a sixth, which nobody needs (pyckpt/format/metadata.py).
+    check_class(object, properties_, py::hasattr(object, "strides") ? 6 : 5);
     Properties made;
     made.dtype = text(named(dtypes_, get(object, "dtype")));
     made.layout = text(named(layouts_, get(object, "layout")));
@@ -142,7 +161,7 @@ class Described {
   }
 
   uint64_t find(const Columns& columns, py::handle index) const {
-    check_class(index, index_);
+    check_class(index, index_, 3);
     const uint32_t key = columns.find(text(get(index, "fqn")));
     if (key == Columns::kNone) throw NotStocks();
     const py::object offset = get(index, "offset");
@@ -160,7 +179,7 @@ class Described {
 
   void place(Columns* columns, uint64_t item, py::handle info,
              std::unordered_map<std::string, uint32_t>* files) const {
-    check_class(info, info_);
+    check_class(info, info_, SIZE_MAX);
     const py::dict known = info.attr("__dict__");
     const auto have = [&](const char* name) -> py::handle {
       return PyDict_GetItemString(known.ptr(), name);
@@ -223,7 +242,10 @@ void register_described(py::module_& module) {
          const py::dict& dtypes, const py::dict& layouts,
          const py::dict& memory_formats) -> std::shared_ptr<Columns> {
         try {
-          return Described(types, dtypes, layouts, memory_formats).columns(keys, places);
+          // Copies, since other threads run in between.
+          return Described(types, dtypes, layouts, memory_formats)
+              .columns(py::reinterpret_steal<py::dict>(PyDict_Copy(keys.ptr())),
+                       py::reinterpret_steal<py::dict>(PyDict_Copy(places.ptr())));
         } catch (const NotStocks&) {
           return nullptr;
         }

@@ -15,6 +15,7 @@
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -98,6 +99,7 @@ class PlainReads {
   py::list take(const py::dict& values) {
     if (!reads_.empty()) throw std::runtime_error("there are reads already");
     std::vector<std::pair<PyObject*, size_t>> order;  // a key, and its read or kNoRead
+    std::unordered_set<const void*> elsewhere;        // storages that others are read into
     order.reserve(values.size());
     reads_.reserve(values.size());
     // Of a copy: a look at a tensor's attributes may run Python, which may change the dict.
@@ -106,9 +108,11 @@ class PlainReads {
     PyObject* name = nullptr;
     PyObject* value = nullptr;
     for (Py_ssize_t at = 0; PyDict_Next(copy.ptr(), &at, &name, &value) != 0;) {
-      order.emplace_back(name, add(name, value) ? reads_.size() - 1 : kNoRead);
+      const bool is_taken = add(name, value);
+      if (!is_taken) note_storage(value, &elsewhere);
+      order.emplace_back(name, is_taken ? reads_.size() - 1 : kNoRead);
     }
-    leave_tied();
+    leave_tied(elsewhere);
     py::list others;
     std::vector<Read> kept;
     kept.reserve(reads_.size());
@@ -148,20 +152,27 @@ class PlainReads {
 
   // Has a job read what is in files `begin` to `end`, of those above, which are all the job has.
   void give(PyReadJob& job, size_t begin, size_t end) {
+    given_.clear();
+    if (objects_ == nullptr) {
+      objects_ = std::shared_ptr<std::byte>(new std::byte[object_bytes_]{},
+                                            std::default_delete<std::byte[]>());
+    }
     for (const Read& read : reads_) {
-      if (!read.is_tensor && objects_ == nullptr) {
-        objects_ = std::shared_ptr<std::byte>(new std::byte[object_bytes_],
-                                              std::default_delete<std::byte[]>());
-      }
       if (read.file < begin || read.file >= end) continue;
       const size_t file = read.file - begin;
       int64_t range = -1;
       if (read.is_tensor) {
-        range = job.add_tensor(file, read.offset, read.tensor, std::nullopt).value_or(-1);
+        // The program may have run since it was taken.
+        if (is_still(read)) {
+          range = job.add_tensor(file, read.offset, read.tensor, std::nullopt).value_or(-1);
+        }
       } else {
         range = job.add_memory(file, read.offset, objects_.get() + read.at, read.size, objects_);
       }
-      if (range < 0) throw std::invalid_argument("a tensor that is to be read has changed");
+      if (range < 0) {
+        throw std::invalid_argument("the dtype or shape of " + read.name.cast<std::string>() +
+                                    " has changed since the load was planned");
+      }
       given_.emplace_back(&read, static_cast<size_t>(range));
     }
   }
@@ -182,6 +193,7 @@ class PlainReads {
   // The objects that were read: the keys and values of those that are plain, and pairs of keys and
   // bytes of the others. `envelope_of` returns the envelope of a pickle of a size.
   py::tuple objects(const py::function& envelope_of) {
+    if (objects_ == nullptr && object_bytes_ != 0) throw std::runtime_error("nothing was read yet");
     py::list names;
     py::list values;
     py::list others;
@@ -208,6 +220,7 @@ class PlainReads {
   struct Read {
     py::object name;
     at::Tensor tensor;
+    at::ScalarType dtype = at::ScalarType::Undefined;
     size_t file = 0;      // of the columns; of files_ once they are arranged
     uint64_t offset = 0;  // of the payload, in the file
     uint64_t size = 0;
@@ -250,6 +263,7 @@ class PlainReads {
       object_bytes_ += place.length;
     }
     if (__builtin_add_overflow(place.offset, place.payload_offset, &read.offset)) return false;
+    if (read.is_tensor) read.dtype = read.tensor.scalar_type();
     read.name = py::reinterpret_borrow<py::object>(name);
     reads_.push_back(std::move(read));
     return true;
@@ -287,6 +301,11 @@ class PlainReads {
     }
   }
 
+  static bool is_still(const Read& read) {
+    return read.tensor.scalar_type() == read.dtype && read.tensor.is_contiguous() &&
+           read.tensor.nbytes() == read.size;
+  }
+
   bool is_of_dtype(const at::Tensor& tensor, uint32_t properties) {
     const THPDtype* const dtype = torch::getTHPDtype(tensor.scalar_type());
     if (dtypes_[properties] != dtype) {
@@ -297,12 +316,25 @@ class PlainReads {
     return true;
   }
 
+  // Notes the storage of a value that is left to the caller; of a DTensor, that of its local part.
+  static void note_storage(PyObject* value, std::unordered_set<const void*>* storages) {
+    if (!THPVariable_Check(value)) return;
+    const py::object local =
+        py::getattr(value, "_local_tensor", py::reinterpret_borrow<py::object>(value));
+    if (!THPVariable_Check(local.ptr())) return;
+    const at::Tensor& tensor = THPVariable_Unpack(local.ptr());
+    if (tensor.has_storage()) storages->insert(tensor.storage().unsafeGetStorageImpl());
+  }
+
   // Leaves out tensors that share memory with another: of two keys, which are read in their order,
   // the later one is to stay.
-  void leave_tied() {
+  void leave_tied(const std::unordered_set<const void*>& elsewhere) {
     std::vector<std::pair<uintptr_t, size_t>> begins;
     for (size_t i = 0; i < reads_.size(); ++i) {
       if (!reads_[i].is_tensor) continue;
+      if (elsewhere.count(reads_[i].tensor.storage().unsafeGetStorageImpl()) != 0) {
+        reads_[i].is_tied = true;
+      }
       begins.emplace_back(reinterpret_cast<uintptr_t>(reads_[i].tensor.const_data_ptr()), i);
     }
     std::sort(begins.begin(), begins.end());

@@ -13,6 +13,11 @@ namespace pyckpt {
 bool is_plain(const at::Tensor& tensor) {
   // Subclasses may be made of other tensors, and have no memory behind what they say of themselves.
   if (tensor.key_set().has(c10::DispatchKey::Python)) return false;
+  // These have a size, and nothing behind it.
+  if (tensor.key_set().has(c10::DispatchKey::ZeroTensor) ||
+      tensor.key_set().has(c10::DispatchKey::Functionalize)) {
+    return false;
+  }
   const at::Device device = tensor.device();
   if (!device.is_cpu() && !device.is_cuda()) return false;
   if (tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_conj() ||

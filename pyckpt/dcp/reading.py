@@ -132,13 +132,14 @@ class Load:
         for item, target in done:
             self._planner.commit_tensor(item, target)
         self._read_whole(opaque, self._load_opaque)
+        if plain is not None:
+            self._put_plain(plain)
         self._read_whole(objects, self._load_object)
         if transformed:
             self._read_with_stock(transformed)
 
     def _read_plain(self, plain: _C.PlainReads) -> None:
-        """Read what needs no Python for each item, and hand the planner the objects among it."""
-        planner: Any = self._planner  # pyckpt's, which alone makes such reads
+        """Read what needs no Python for each item, and check it."""
         files = plain.files()
         for begin in range(0, len(files), FILES_MAX):
             end = min(begin + FILES_MAX, len(files))
@@ -149,6 +150,9 @@ class Load:
                 self._checks.check_plain(plain.check(checksums))
         if not self._checks.enabled:
             self._checks.unverified.update(plain.names())
+
+    def _put_plain(self, plain: _C.PlainReads) -> None:
+        planner: Any = self._planner  # pyckpt's, which alone makes such reads
         names, values, others = plain.objects(envelope_of)
         planner.put_plain(names, values)
         for name, item in others:

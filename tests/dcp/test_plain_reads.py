@@ -481,3 +481,77 @@ def test_a_readers_own_class_is_given_an_item_for_each(tmp_path: Path) -> None:
     pyckpt.load(state, reader=reader)
     assert sorted(reader.seen) == ["a", "n"]
     assert state["n"] == 5
+
+
+# --- the program runs in between ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: setattr(t, "data", torch.zeros(8, dtype=torch.int32)),
+        lambda t: setattr(t, "data", torch.zeros(8, dtype=torch.float16)),
+        lambda t: t.resize_(12),
+        lambda t: setattr(t, "data", torch.zeros(16)[::2]),
+    ],
+)
+@pytest.mark.parametrize("verify", ["items", "none"])
+def test_a_tensor_that_changes_while_the_load_is_planned_is_refused(
+    tmp_path: Path, change: Any, verify: Any
+) -> None:
+    save({"m": {"a": torch.arange(8.0), "b": torch.ones(2)}}, tmp_path)
+    tensor = torch.zeros(8)
+
+    def create(key: str, metadata: Any) -> None:
+        change(tensor)
+
+    with pytest.raises((ValueError, LoadError), match=r"dtype or shape of m\.a has changed"):
+        pyckpt.load({"m": {"a": tensor}}, tmp_path, create=create, verify=verify)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [torch._efficientzerotensor, lambda shape: torch._to_functional_tensor(torch.ones(shape))],
+)
+def test_tensors_without_memory_are_not_plain(tmp_path: Path, make: Any) -> None:
+    save({"a": torch.rand(2, 3)}, tmp_path)
+    state = {"a": make((2, 3))}
+    assert plain_keys(dict(state), tmp_path) == set()
+    with pytest.raises((LoadError, RuntimeError)):
+        pyckpt.load(state, tmp_path)
+
+
+def test_objects_stay_where_a_tensor_is_damaged(tmp_path: Path) -> None:
+    save({"m": {"n": 5, "w": torch.rand(100)}}, tmp_path)
+    flip(tmp_path, "m.w")
+    for dtype in (torch.float32, torch.float64):  # plain, and one by one
+        state = {"m": {"n": 0, "w": torch.zeros(100, dtype=dtype)}}
+        with pytest.raises(CorruptCheckpoint, match=r"m\.w"):
+            pyckpt.load(state, tmp_path)
+        assert state["m"]["n"] == 0
+
+
+def test_memory_that_others_are_read_into_is_not_plain(tmp_path: Path) -> None:
+    save({"a": torch.ones(6, dtype=torch.float64), "b": torch.full((6,), 2.0)}, tmp_path)
+    memory = torch.zeros(6)
+    state = {"a": memory, "b": memory}
+    assert plain_keys(dict(state), tmp_path) == set()
+    check_same(state, tmp_path)
+    pyckpt.load(state, tmp_path)
+    assert memory.tolist() == [2] * 6
+
+
+def test_objects_before_they_are_read(tmp_path: Path) -> None:
+    columns = columns_of(metadata_format.read(save({"n": 5}, tmp_path) / ".metadata"))
+    assert columns is not None
+    reads = _C.PlainReads(columns, object_bytes=1 << 20)
+    assert reads.take({"n": 0}) == []
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="nothing was read"):
+            reads.objects(lambda size: None)
+        with pyckpt.Engine() as engine:
+            job = _C.ReadJob(engine.native)
+            job.add_file(str(tmp_path / reads.files()[0]))
+            reads.give(job, 0, 1)
+            assert reads.check(job.run()) == []
+        assert reads.objects(plain.envelope_of)[:2] == (["n"], [5])

@@ -33,6 +33,7 @@ from torchtitan.components.optimizer import (
 from pyckpt.errors import CorruptCheckpoint, LoadError
 from pyckpt.integrations.torchtitan import CheckpointManager
 
+HERE = Path(__file__).parent
 MODES = ["disabled", "async", "async_with_pinned_mem"]
 
 
@@ -321,7 +322,8 @@ def test_the_class_is_what_its_config_builds() -> None:
 def test_a_job_that_is_killed_while_it_saves_resumes(tmp_path: Path, mode: str, at: int) -> None:
     """At the system call on its files of that number."""
     script = f"""
-        import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import sys
+        sys.path[:0] = {[str(HERE), str(HERE.parent / "helpers")]!r}
         import torch.distributed as dist
         from pathlib import Path
         from test_torchtitan import Job

@@ -83,6 +83,7 @@ def zero_in_each_dtype() -> list[dict[str, Any]]:
     return [zero(dtype) for dtype in (torch.float32, torch.bfloat16)]
 
 
+@pytest.mark.slow
 def test_zero_redundancy_optimizer() -> None:
     for results in zip(*run_ranks(2, zero_in_each_dtype), strict=True):
         assert sum(result["owned"] for result in results) == 4
