@@ -116,6 +116,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                     )
 
             on_first(refuse_used)
+        # Programs write files of their own beside the checkpoint.
+        on_first(lambda: path.mkdir(parents=True, exist_ok=True))
         models = self._models_that_hooks_leave(path)
         limit = project.total_limit if automatic else None
         handle = saves.start(path, self._state(models), limit)
@@ -433,6 +435,7 @@ class _Saves:
         self._limits = {} if limit is None else {number: limit}
         handle = self._saver.start(number, state, {}, final=False, overwrite=True)
         handle.committed.add_done_callback(self._tell)
+        self._saver.wait_staged()  # programs change parameters between steps, too
         return handle
 
     def _committed(self, handle: SaveHandle) -> None:

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from transformers.trainer_utils import get_last_checkpoint
 import pyckpt
 from pyckpt.errors import LoadError
 from pyckpt.integrations.first import on_first
+from pyckpt.train.arguments import directory_of
 from pyckpt.train.finder import Finder
 from pyckpt.train.state.app_state import AppState
 from pyckpt.train.store.catalog import directory_name
@@ -232,6 +234,8 @@ class CheckpointerMixin:
         keep: dict[str, Any] = {}
         if limit is not None and limit > 0:
             keep = {"keep_last": limit, "keep_best": (_BEST, 1, "max")}
+        elif "keep_last" in self._options:
+            keep = {"keep_best": (_BEST, 1, "max")}
         directory = self._me._get_output_dir(trial)
         self._stepped = 0
         self._saved = set()
@@ -276,17 +280,19 @@ class CheckpointerMixin:
             checkpointer.protect(best)  # it became the best after it was saved
         self._saved.add(step)
         checkpointer.save(step, self._state(), metrics=self._metrics())
+        checkpointer.wait_staged()  # callbacks change parameters between steps, too
 
     def _metrics(self) -> dict[str, float]:
         """The metrics of the evaluation at this step, if there was one."""
         state = self._me.state
-        found = {
-            name: float(value)
-            for entry in state.log_history
-            if entry.get("step") == state.global_step
-            for name, value in entry.items()
-            if name.startswith("eval_") and isinstance(value, int | float)
-        }
+        of_this_step = takewhile(
+            lambda entry: entry.get("step", -1) >= state.global_step, reversed(state.log_history)
+        )
+        found: dict[str, float] = {}
+        for entry in of_this_step:  # the latest first
+            for name, value in entry.items():
+                if name.startswith("eval_") and isinstance(value, int | float):
+                    found.setdefault(name, float(value))
         is_best = state.best_global_step == state.global_step
         return {**found, _BEST: float(state.global_step) if is_best else math.nan}
 
@@ -299,6 +305,7 @@ class CheckpointerMixin:
             self._stepped = step
             if checkpointer.step(step, self._state(), metrics=self._metrics()) is not None:
                 self._saved.add(step)
+                checkpointer.wait_staged()
         if checkpointer.stop_requested:
             self._me.control.should_training_stop = True
 
@@ -469,7 +476,7 @@ def _source_at(path: Path) -> _Source | None:
     """The checkpoint of pyckpt at a path, or the newest in it; None if there is none."""
     step = _step_of(path)
     if step is not None:
-        path = path.absolute()
+        path = directory_of(path)
         entries = {entry.path: entry for entry in Finder(path.parent, "auto", None).inspect()}
         entry = entries.get(path)
         if entry is None or entry.checkpoint is None:

@@ -78,6 +78,9 @@ class PathSaver:
         """Save now, in the background. The call first waits for a save that is under way. A
         checkpoint in the directory is replaced, and can be loaded until the new one is committed.
 
+        When the call returns, the program may change the state: what it does next waits until all
+        is copied, on a GPU the stream, on a CPU the call.
+
         Args:
             path: the checkpoint's directory, the same on all ranks.
             state: as for `Checkpointer.save`.
@@ -90,7 +93,10 @@ class PathSaver:
         self.wait()
         self._ranks.check()
         self._paths.now = directory_of(path)
-        return self._saver.start(step, state_of(state), {}, final=False, overwrite=True)
+        handle = self._saver.start(step, state_of(state), {}, final=False, overwrite=True)
+        # Frameworks change parameters between steps, too: averaged weights come and go.
+        self._saver.wait_staged()
+        return handle
 
     def load(
         self, path: str | os.PathLike[str], state: Mapping[str, Any], options: LoadOptions

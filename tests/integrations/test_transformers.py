@@ -100,6 +100,8 @@ def test_a_checkpoint_by_its_path(tmp_path: Path, whole: list[float]) -> None:
     assert names(tmp_path / "other")[0] == "step-00000015"
     # A directory that holds some.
     assert losses(resume(tmp_path / "third", str(tmp_path / "moved"))) == whole
+    indirect = tmp_path / "third" / ".." / "moved" / "step-00000010"
+    assert losses(resume(tmp_path / "fourth", str(indirect))) == whole
 
 
 def test_a_corrupt_checkpoint_is_passed_over(

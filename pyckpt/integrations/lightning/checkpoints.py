@@ -106,15 +106,21 @@ class Checkpoints(Checkpoint):
 
     @property
     def best_model_path(self) -> str:
-        """The directory of the best checkpoint by ``keep_best``; empty if there is none. Lightning
-        loads it, for ``ckpt_path="best"``, with a strategy of this package."""
+        """The directory of the best checkpoint by ``keep_best``, or else of the newest one; empty
+        if there is none. Lightning loads it, for ``ckpt_path="best"``, with a strategy of this
+        package."""
         if self._keep_best is None:
-            return ""
+            return self.last_model_path
         metric, _, mode = self._keep_best
         found = [one for one in self._finder().checkpoints() if metric in one.metrics]
         sign = 1 if mode == "min" else -1
         best = min(found, key=lambda one: sign * one.metrics[metric], default=None)
         return "" if best is None else str(best.path)
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        # Lightning sets it after a run in processes that it started. It is found on disk.
+        pass
 
     @property
     def last_model_path(self) -> str:
@@ -274,6 +280,9 @@ class Checkpoints(Checkpoint):
         self._step = step
         if handle is not None:
             self._saved = step
+            # Callbacks change parameters between steps, too: averaged weights come and go.
+            assert self._checkpointer is not None
+            self._checkpointer.wait_staged()
 
 
 def _made_all_steps(trainer: Trainer) -> bool:

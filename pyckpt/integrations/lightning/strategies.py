@@ -91,8 +91,19 @@ class _Saving(_Strategy):
         if path.is_file():
             raise FileExistsError(17, "there is a file; remove it, or save elsewhere", str(path))
         self._open().save(path, contents, step=checkpoint["global_step"])
+        if path.name.startswith("hpc_ckpt_"):
+            self.wait()  # Lightning has the job ended next, and started again
         if self._is_over:  # nothing will wait for it later
             self._close()
+
+    def wait(self) -> None:
+        """Wait until no save is under way. All ranks call it.
+
+        Raises:
+            OSError, PyckptError: a save failed, and its error was not raised before.
+        """
+        if self._saver is not None:
+            self._saver.wait()
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if not self.is_global_zero:
@@ -118,6 +129,7 @@ class _Saving(_Strategy):
         return not self._is_loaded and super().lightning_restore_optimizer
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        self.wait()  # it may be the one that is being saved
         path = Path(self.broadcast(checkpoint_path))
         self._is_loaded = is_checkpoint(path) and not _is_stock(path)
         if not self._is_loaded:
