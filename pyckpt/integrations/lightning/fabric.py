@@ -24,8 +24,10 @@ from pyckpt.dcp.load import load_all
 from pyckpt.dcp.reader import DirectReader
 from pyckpt.errors import LoadError
 from pyckpt.format.paths import paths
+from pyckpt.integrations.first import on_first
 from pyckpt.integrations.lightning.contents import module_state
-from pyckpt.train.path_saver import PathSaver, is_checkpoint
+from pyckpt.integrations.lightning.strategies import look_at
+from pyckpt.train.path_saver import PathSaver
 from pyckpt.train.restorer import LoadOptions
 from pyckpt.train.state.modules import Replaced
 from pyckpt.train.store.catalog import NOTE_KEY
@@ -75,15 +77,19 @@ class _Saving(_Strategy):
     ) -> dict[str, Any]:
         path = Path(self.broadcast(path))
         self.wait()
-        if not is_checkpoint(path) or (path / "meta.pt").exists():
-            if path.is_dir() and not (path / "meta.pt").exists():
+        # The first rank looks: file systems of others may lag behind.
+        is_ours, is_unfinished = on_first(lambda: look_at(path))
+        if not is_ours:
+            if is_unfinished:
                 raise LoadError(f"{path} holds no checkpoint, or one whose save did not finish")
             return dict(super().load_checkpoint(path, state, strict, weights_only))
         if not state:
             return {name: value for name, value in load_all(path).items() if name != NOTE_KEY}
         if isinstance(state, nn.Module | Optimizer):
             raise TypeError("a checkpoint of pyckpt is loaded into a dict, as it was saved")
-        saved = {str(found[0]) for found in paths(DirectReader(path).read_metadata()).values()}
+        saved = on_first(
+            lambda: {str(found[0]) for found in paths(DirectReader(path).read_metadata()).values()}
+        )
         rest = dict.fromkeys(saved - state.keys() - {NOTE_KEY})
         objects = {**state, **rest}
         options = LoadOptions(

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy as _SingleDevice
 
 from pyckpt import optim
 from pyckpt.errors import LoadError
+from pyckpt.integrations.first import on_first
 from pyckpt.integrations.lightning.contents import Contents, Handed, Later, Template
 from pyckpt.train.path_saver import PathSaver, is_checkpoint
 from pyckpt.train.restorer import LoadOptions
@@ -88,7 +89,7 @@ class _Saving(_Strategy):
             weights_only="optimizer_states" not in checkpoint,
         )
         path = Path(self.broadcast(filepath))
-        if path.is_file():
+        if on_first(path.is_file):
             raise FileExistsError(17, "there is a file; remove it, or save elsewhere", str(path))
         self._open().save(path, contents, step=checkpoint["global_step"])
         if path.name.startswith("hpc_ckpt_"):
@@ -131,9 +132,10 @@ class _Saving(_Strategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         self.wait()  # it may be the one that is being saved
         path = Path(self.broadcast(checkpoint_path))
-        self._is_loaded = is_checkpoint(path) and not _is_stock(path)
+        # The first rank looks: file systems of others may lag behind.
+        self._is_loaded, is_unfinished = on_first(lambda: look_at(path))
         if not self._is_loaded:
-            if path.is_dir() and not _is_stock(path):
+            if is_unfinished:
                 raise LoadError(f"{path} holds no checkpoint, or one whose save did not finish")
             return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         trainer = self._trainer
@@ -194,6 +196,12 @@ class _Saving(_Strategy):
         saver, self._saver = self._saver, None
         if saver is not None:
             saver.close()
+
+
+def look_at(path: Path) -> tuple[bool, bool]:
+    """Whether there is a checkpoint of pyckpt, and whether there is a directory that is none."""
+    is_ours = is_checkpoint(path) and not _is_stock(path)
+    return is_ours, not is_ours and path.is_dir() and not _is_stock(path)
 
 
 def _is_stock(path: Path) -> bool:
