@@ -204,6 +204,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         finally:
             super().end_training()
 
+    def free_memory(self, *objects: Any) -> Any:
+        """As of Accelerate, after the last save of what was prepared: saves know the optimizers.
+
+        Raises:
+            OSError, PyckptError: a save failed, and its error was not raised before.
+        """
+        saves, self._saves = self._saves, None
+        try:
+            if saves is not None:
+                saves.close()
+        finally:
+            freed = super().free_memory(*objects)
+        return freed
+
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """As of Accelerate; the loader's epochs are followed from here on."""
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.renaming import Rename
-from pyckpt.dcp.report import LoadReport
+from pyckpt.dcp.report import LoadReport, some
 from pyckpt.engine import Engine
 from pyckpt.train.advice import Advice
 from pyckpt.train.arguments import metrics_of, state_of, step_of, timeout_of
@@ -366,6 +366,24 @@ class Checkpointer(Finder):
                 self._pruner.restored(restored)
         self._stopwatch.pause()
         return restored
+
+    def _begin_at(self, step: int) -> list[int]:
+        """Training begins at a step whose state is from elsewhere, not restored by this object.
+        Newer checkpoints belong to a branch that it leaves: until they are saved again they do not
+        count for what is kept, and this names them."""
+        newer = [one.step for one in self.checkpoints() if one.step > step]
+        self._schedule.go_back(step)
+        if self._ranks.rank == 0:
+            self._pruner.restored(step)
+            if newer:
+                _logger.warning(
+                    "training begins at step %d, and %s has newer checkpoints of an earlier run, "
+                    "which the next restore will find first, unless they are moved away: steps %s",
+                    step,
+                    self.directory,
+                    some(newer, 5),
+                )
+        return newer
 
     @property
     def load_report(self) -> LoadReport | None:

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from _lightning import Module, trainer
+from _lightning import Module, Validated, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 
@@ -105,3 +105,24 @@ def test_a_program_can_wait_for_a_save(tmp_path: Path) -> None:
     saves = ModelCheckpoint(tmp_path / "other")
     trainer(tmp_path, saves, strategy=SingleDeviceStrategy("cpu"), epochs=1).fit(Waits())
     assert seen == [True]
+
+
+def test_a_run_that_begins_anew_does_not_count_the_checkpoints_of_an_earlier_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(best: int, epochs: int, **options: Any) -> Checkpoints:
+        module = Validated()
+        module.best = best
+        saves = Checkpoints(
+            tmp_path, keep_last=1, keep_best=("val_loss", 1, "min"), every_epochs=1, **options
+        )
+        trainer(tmp_path, saves, strategy=SingleDeviceStrategy("cpu"), epochs=epochs).fit(module)
+        return saves
+
+    earlier = run(best=3, epochs=4)  # its best is its last
+    assert earlier.best_model_path.endswith("step-00000024")
+    later = run(best=0, epochs=2, restore=False)
+    assert later.best_model_path.endswith("step-00000006")
+    kept = {path.name for path in tmp_path.iterdir() if (path / ".metadata").exists()}
+    assert {"step-00000006", "step-00000012"} <= kept
+    assert "has newer checkpoints of an earlier run" in caplog.text

@@ -3,6 +3,8 @@ means than an optimizer's step: averaged weights, callbacks."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +128,21 @@ def test_transformers_callback(tmp_path: Path) -> None:
     saved = pyckpt.load(tmp_path / "step-00000001")
     assert values_of(saved["model"]) == fills.before
     assert 2.0 not in fills.before
+
+
+def test_accelerates_memory_is_freed(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.save_state(tmp_path / "1")
+    weight = weakref.ref(model.weight)
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    assert (tmp_path / "1/.metadata").exists()
+    gc.collect()
+    assert weight() is None
+    other = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state(tmp_path / "2").wait()
+    accelerator.load_state(tmp_path / "2")
+    assert other is not None
+    accelerator.end_training()

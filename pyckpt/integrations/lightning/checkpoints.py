@@ -96,6 +96,7 @@ class Checkpoints(Checkpoint):
             keep_best=keep_best,
         )
         self._checkpointer: pyckpt.Checkpointer | None = None
+        self._left: set[int] = set()  # steps of an earlier run, which this one does not go on
         self._handlers: dict[int, Any] = {}
         self._later: Later | None = None
         self._step = 0  # the last one that the Checkpointer was told of
@@ -112,7 +113,11 @@ class Checkpoints(Checkpoint):
         if self._keep_best is None:
             return self.last_model_path
         metric, _, mode = self._keep_best
-        found = [one for one in self._finder().checkpoints() if metric in one.metrics]
+        found = [
+            one
+            for one in self._finder().checkpoints()
+            if metric in one.metrics and one.step not in self._left
+        ]
         sign = 1 if mode == "min" else -1
         best = min(found, key=lambda one: sign * one.metrics[metric], default=None)
         return "" if best is None else str(best.path)
@@ -149,6 +154,9 @@ class Checkpoints(Checkpoint):
         self._handlers = {}
         if trainer.ckpt_path is not None:  # some strategies restore it after on_fit_start
             self._step, self._saved, self._later = trainer.global_step, None, None
+        is_elsewhere = trainer.ckpt_path is not None or not self._restore
+        if is_elsewhere and self._checkpointer is not None:
+            self._left = {*self._checkpointer._begin_at(trainer.global_step)}
         later, self._later = self._later, None
         if later is not None:
             later.restore(trainer)
@@ -280,6 +288,7 @@ class Checkpoints(Checkpoint):
         self._step = step
         if handle is not None:
             self._saved = step
+            self._left.discard(step)
             # Callbacks change parameters between steps, too: averaged weights come and go.
             assert self._checkpointer is not None
             self._checkpointer.wait_staged()
