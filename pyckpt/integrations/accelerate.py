@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
             on_first(refuse_used)
         # Programs write files of their own beside the checkpoint.
-        on_first(lambda: path.mkdir(parents=True, exist_ok=True))
+        on_first(lambda: _make_directory(path))
         models = self._models_that_hooks_leave(path)
         limit = project.total_limit if automatic else None
         handle = saves.start(path, self._state(models), limit)
@@ -425,6 +425,11 @@ def _on_other_ranks(states: list[Any], rank: int, world_size: int) -> Any:
             "at the end of an epoch"
         )
     return states[0]
+
+
+def _make_directory(path: Path) -> None:
+    with suppress(OSError):  # the save will say it
+        path.mkdir(parents=True, exist_ok=True)
 
 
 class _Saves:
