@@ -13,6 +13,7 @@ import pickle
 import re
 import sys
 import threading
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -180,6 +181,14 @@ def _make_bytearray(value: str | bytes = b"", encoding: str = "latin-1") -> byte
 def _rebuild_sparse(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor:
     """``torch._utils._rebuild_sparse_tensor``, which also checks the indices. torch does so only on
     request, and operators read and write where the indices point."""
+    with warnings.catch_warnings():
+        # Torch warns of what these tensors are, once a process. A program that turns warnings into
+        # errors would be told that its checkpoint is corrupt.
+        warnings.simplefilter("ignore", UserWarning)
+        return _checked_sparse(layout, data)
+
+
+def _checked_sparse(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor:
     if layout is torch.sparse_coo:
         indices, values, size, *more = data
         coalesced = more[0] if more else None

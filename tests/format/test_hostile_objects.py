@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import subprocess
+import sys
+import textwrap
 import threading
 import warnings
 import zipfile
@@ -176,3 +179,37 @@ def test_items_do_not_alter_what_they_name() -> None:
     assert before is not None
     assert found(evil) is None
     assert found(plain) == before
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_warnings_of_sparse_tensors_are_no_damage(layout: str) -> None:
+    """In a process that has not seen one yet, and takes warnings for errors."""
+    script = f"""
+        import io, sys, warnings
+        import torch
+        from pyckpt.dcp import objects
+        file = io.BytesIO()
+        tensor = torch.eye(3)
+        warnings.simplefilter("ignore")
+        torch.save(tensor.to_sparse() if {layout!r} == "coo" else tensor.to_sparse_csr(), file)
+        sys.stdout.buffer.write(file.getvalue())
+    """
+    saved = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, check=True
+    )
+    loads = """
+        import io, sys
+        import torch
+        from pyckpt.dcp import objects
+        data = io.BytesIO(sys.stdin.buffer.read())
+        import warnings
+        warnings.simplefilter("error")
+        loaded = objects.load(data, "key", device=torch.device("cpu"))
+        assert loaded.to_dense().equal(torch.eye(3))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(loads)],
+        input=saved.stdout,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr.decode()
