@@ -219,6 +219,10 @@ def dumps(metadata: Metadata, protocol: int = pickle.DEFAULT_PROTOCOL) -> bytes:
 
 
 _PROPERTIES = 5
+# What properties have that were pickled without the fields which torch has added since.
+_LATER_FIELDS = {
+    field.name: field.default for field in dataclasses.fields(TensorProperties)[_PROPERTIES:]
+}
 
 
 def _state_of(properties: TensorProperties) -> tuple[Any, ...]:
@@ -327,6 +331,7 @@ class _Properties(TensorProperties, metaclass=Sealed):
     """`TensorProperties` that take five fields, or six and more as torch 2.15 writes them."""
 
     def __setstate__(self, state: Any) -> None:
+        vars(self).update(_LATER_FIELDS)
         self.dtype, self.layout, self.requires_grad, memory_format, self.pin_memory = state[:5]
         self.memory_format = list(MEMORY_FORMATS.values())[memory_format]
         if len(state) > 5:

@@ -217,7 +217,7 @@ def test_checkpointable_tensors(tmp_path: Path, mode: str, kind: type) -> None:
 def check_part(reader: Any, begin: int, value: float, kind: type) -> None:
     for load in (
         lambda state: dcp.load(state, storage_reader=reader),
-        lambda state: pyckpt.load(state, reader=reader),
+        lambda state: pyckpt.load(state, reader=reader, trust_metadata=True),
     ):
         loaded = checkpointable(begin, 0.0, kind)
         load({"t": loaded})
