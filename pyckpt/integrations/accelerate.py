@@ -197,10 +197,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Raises:
             OSError, PyckptError: a save failed, and its error was not raised before.
         """
-        saves, self._saves = self._saves, None
         try:
-            if saves is not None:
-                saves.close()
+            self._end_saves()
         finally:
             super().end_training()
 
@@ -210,13 +208,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Raises:
             OSError, PyckptError: a save failed, and its error was not raised before.
         """
-        saves, self._saves = self._saves, None
         try:
-            if saves is not None:
-                saves.close()
+            self._end_saves()
         finally:
             freed = super().free_memory(*objects)
         return freed
+
+    def _end_saves(self) -> None:
+        saves, self._saves = self._saves, None
+        if saves is not None:
+            saves.close()
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """As of Accelerate; the loader's epochs are followed from here on."""

@@ -95,7 +95,7 @@ class CheckpointManager(Base):
 
     def __init__(self, config: Config, **parts: Any) -> None:
         # Without torchtitan's thread, which removes directories in any order.
-        super().__init__(_with(config, keep_latest_k=0), **parts)
+        super().__init__(replace(config, keep_latest_k=0), **parts)  # type: ignore[call-arg]
         if not self.enable:
             return
         if filesystem.is_remote(self.folder):
@@ -206,17 +206,15 @@ class CheckpointManager(Base):
         if not self._should_purge():
             return
         assert self._writer is not None
+        # By its name: torchtitan's folder may be relative, and the writer's path is not.
+        under_way = None if self.save_future is None else self._writer.path.name
         valid: list[tuple[int, Path]] = []
         rest: list[tuple[int, Path]] = []
         for name in filesystem.listdir(self.folder):
             match = _STEP.fullmatch(name)
             path = Path(self.folder, name)
-            if match and path != self._writer.path:
+            if match and name != under_way:
                 (valid if _is_valid(path) else rest).append((int(match.group(1)), path))
-        if self.save_future is None and _is_valid(self._writer.path):
-            match = _STEP.fullmatch(self._writer.path.name)
-            assert match is not None
-            valid.append((int(match.group(1)), self._writer.path))
         valid.sort()
         newest = valid[-1][0] if valid else -1
         stale = valid[: -self.keep_latest_k]
@@ -236,10 +234,6 @@ def _catchable(writer: DirectWriter) -> Iterator[None]:
     if failure is not None:
         alone = dist.get_world_size() == 1
         raise error_of(failure, alone=alone, kind=SaveError, doing=f"saving {writer.path}")
-
-
-def _with(config: Any, **options: Any) -> Any:
-    return replace(config, **options)
 
 
 def _is_valid(path: Path) -> bool:

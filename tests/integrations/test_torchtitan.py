@@ -10,6 +10,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from torchtitan.components.optimizer import (
     ParamGroupConfig,
 )
 
+import pyckpt
 from pyckpt.errors import CorruptCheckpoint, LoadError
 from pyckpt.integrations.torchtitan import CheckpointManager
 
@@ -191,6 +193,29 @@ def test_the_newest_valid_checkpoints_are_kept(tmp_path: Path, mode: str, keep: 
     assert "step-3" not in names
     assert {"step-30", "other", "step-4.old"} <= names
     job.checkpointer.close()
+
+
+def test_a_save_under_way_is_not_taken_for_a_remain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a relative folder, of a job that went back: newer checkpoints are there."""
+    monkeypatch.chdir(tmp_path)
+    job = Job(Path(), interval=10)
+    job.run(20)
+    job.checkpointer.close()
+    again = Job(Path(), async_mode="async", keep_latest_k=2)
+    checkpointer = again.checkpointer
+    # As between the begin of a save and its commit.
+    checkpointer._writer = pyckpt.DirectWriter("checkpoint/step-12")
+    checkpointer.save_future = Future()
+    for name in ("step-11", "step-12"):
+        (tmp_path / "checkpoint" / name).mkdir()
+    checkpointer._purge_stale_checkpoints()
+    purged(again)
+    names = {path.name for path in (tmp_path / "checkpoint").iterdir()}
+    assert names == {"step-10", "step-12", "step-20"}
+    checkpointer.save_future = None
+    checkpointer.close()
 
 
 def test_every_checkpoint_is_kept_where_all_are_to_be(tmp_path: Path) -> None:
