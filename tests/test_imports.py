@@ -45,6 +45,10 @@ MAY_USE = {
     "train.store": FLOOR | {"dcp", "engine", "format", "layouts", "private", "train.arguments"},
     "train.sync": FLOOR | {"dcp", "train.arguments"},
     "profiling": {"locks"},
+    "__main__": {"cli"},
+    "cli": FLOOR
+    | {"", "dcp", "engine", "format", "optim", "profiling", "statistics", "train"}
+    | {"train.state", "train.store"},
     # What a program could import; nothing else imports an integration.
     "integrations": FLOOR
     | {"", "dcp", "engine", "format", "optim", "train", "train.arguments"}

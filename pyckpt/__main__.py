@@ -1,0 +1,5 @@
+"""``python -m pyckpt``: the command line."""
+
+from pyckpt.cli import main
+
+main()
