@@ -41,7 +41,8 @@ class PathSaver:
 
     Frameworks name their checkpoints, and decide which to remove. They have no say in when a save
     is over, so this class defers a removal until the save before it is committed: the removed
-    checkpoint may be the last valid one until then. If that save fails, nothing is removed.
+    checkpoint may be the last valid one until then. If that save fails, the removal waits for the
+    next one that is committed.
 
     All ranks make one, and make the same calls, except of ``remove``.
 
@@ -93,6 +94,8 @@ class PathSaver:
         self.wait()
         self._ranks.check()
         self._paths.now = directory_of(path)
+        with self._lock:
+            self._doomed = [doomed for doomed in self._doomed if doomed != self._paths.now]
         handle = self._saver.start(step, state_of(state), {}, final=False, overwrite=True)
         # Frameworks change parameters between steps, too: averaged weights come and go.
         self._saver.wait_staged()
@@ -115,7 +118,7 @@ class PathSaver:
         return restorer.report
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint once no save is under way. Call it on one rank."""
+        """Remove a checkpoint once the last save is committed. Call it on one rank."""
         with self._lock:
             self._doomed.append(directory_of(path))
         if not self._saver.busy:
@@ -145,15 +148,16 @@ class PathSaver:
     def _end(self) -> None:
         self._saver.wait()
         self._remove_doomed()
+        if self._doomed:
+            _logger.warning("not removed, since the save after it failed: %s", self._doomed)
         self._saver.close()
 
     def _remove_doomed(self) -> None:
+        ended, failed = self._saver.counts()
+        if ended and ended == failed:
+            return
         with self._lock:
             doomed, self._doomed = self._doomed, []
-        if self._saver.untold() is not None:
-            if doomed:
-                _logger.warning("not removed, since the save after it failed: %s", doomed)
-            return
         for path in doomed:
             try:
                 if not remove(path):
