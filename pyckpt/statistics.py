@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pyckpt import _C
 
@@ -108,7 +109,7 @@ class ReadStatistics:
         )
 
     @classmethod
-    def of(cls, jobs: Sequence[_C.ReadJob]) -> ReadStatistics:
+    def of(cls, jobs: Sequence[Any]) -> ReadStatistics:
         """The sum over jobs that ran one after another."""
         parts = [job.statistics() for job in jobs]
         return cls(

@@ -33,9 +33,10 @@ MAY_USE = {
     "engine": FLOOR,
     "private": set(),
     "format": FLOOR | {"private"},
+    "remote": FLOOR,
     "optim": FLOOR | {"guard"},
     # Of optim it asks one thing: which optimizers change parameters without a step.
-    "dcp": FLOOR | {"engine", "format", "guard", "optim", "private", "statistics"},
+    "dcp": FLOOR | {"engine", "format", "guard", "optim", "private", "remote", "statistics"},
     "train": FLOOR
     | {"dcp", "engine", "format", "layouts", "optim", "statistics"}
     | {"train.arguments", "train.state", "train.store", "train.sync"},

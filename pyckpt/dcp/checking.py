@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from pyckpt import _C
+from pyckpt.dcp.folder import Folder
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format.item import Payload, has_its_checksums
 from pyckpt.format.metadata import StorageInfo
@@ -32,15 +32,15 @@ class Verification:
     """The checks of one load.
 
     Args:
-        path: directory of the checkpoint.
+        folder: of the checkpoint.
         enabled: whether to compare checksums. If not, everything that is read counts as unverified.
     """
 
-    def __init__(self, path: Path, *, enabled: bool) -> None:
+    def __init__(self, folder: Folder, *, enabled: bool) -> None:
         self.enabled = enabled
         self.unverified: set[str] = set()
         """Keys of items that were read, and for which there was no checksum to compare."""
-        self._path = path
+        self._folder = folder
         self._checks: dict[tuple[str, int], Check] = {}
 
     def of(self, item: ReadItem, info: StorageInfo, payload: Payload) -> Check:
@@ -68,7 +68,7 @@ class Verification:
             check, found = wrong[0]
             raise _mismatch(
                 check.key,
-                self._path / check.info.relative_path,
+                self._folder.path(check.info.relative_path),
                 check.info.offset + check.payload.offset,
                 check.payload.crc32,
                 found,
@@ -83,7 +83,7 @@ class Verification:
             if of_kind:
                 key, name, offset, expected, found, _ = of_kind[0]
                 others = len(of_kind) - 1 if is_tensor else 0
-                raise _mismatch(key, self._path / name, offset, expected, found, others)
+                raise _mismatch(key, self._folder.path(name), offset, expected, found, others)
 
     def check_bytes(self, item: ReadItem, info: StorageInfo, data: bytearray) -> None:
         """Check an item that was read whole, as bytes."""
@@ -101,11 +101,11 @@ class Verification:
             if sound is None:
                 self.unverified.add(key)
             elif not sound:
-                raise damaged(item, info, self._path, "its checksums do not match")
+                raise damaged(item, info, self._folder, "its checksums do not match")
             return
         found = _C.crc32(data)
         if found != expected:
-            path = self._path / info.relative_path
+            path = self._folder.path(info.relative_path)
             raise _mismatch(key, path, info.offset, expected, found)
 
 
@@ -125,24 +125,24 @@ def _checksum_of(check: Check) -> int | None:
     return crc32 if at == check.payload.length and check.tiles else None
 
 
-def damaged(item: ReadItem, info: StorageInfo, path: Path, what: str) -> CorruptCheckpoint:
+def damaged(item: ReadItem, info: StorageInfo, folder: Folder, what: str) -> CorruptCheckpoint:
     """An error that says which item is damaged, and how."""
     return CorruptCheckpoint(
-        f"{item.storage_index.fqn} in {path / info.relative_path} at {info.offset}: {what}",
+        f"{item.storage_index.fqn} in {folder.path(info.relative_path)} at {info.offset}: {what}",
         key=item.storage_index.fqn,
-        path=str(path / info.relative_path),
+        path=folder.path(info.relative_path),
         offset=info.offset,
     )
 
 
 def _mismatch(
-    key: str, path: Path, offset: int, expected: int | None, found: int, others: int = 0
+    key: str, path: str, offset: int, expected: int | None, found: int, others: int = 0
 ) -> CorruptCheckpoint:
     more = f" ({others} more items are damaged)" if others else ""
     return CorruptCheckpoint(
         f"{key} in {path} at {offset}: CRC-32 expected {expected:#010x}, found {found:#010x}{more}",
         key=key,
-        path=str(path),
+        path=path,
         offset=offset,
         expected=expected,
         found=found,

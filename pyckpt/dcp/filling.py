@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
-from pyckpt import _C
 from pyckpt.dcp.checking import Check
-from pyckpt.engine import Engine
+from pyckpt.dcp.folder import Folder, Job
 from pyckpt.format.item import Payload
 
 __all__ = ["FILES_MAX", "TEMPORARY_BYTES", "FileReads", "row_major"]
@@ -75,28 +72,22 @@ class FileReads:
     """Reads of the files of a checkpoint. What is asked for is read by `flush`.
 
     Args:
-        path: directory of the checkpoint.
-        engine: the memory and threads to use.
-        direct: as for `DirectReader`.
+        folder: of the checkpoint.
         checksum: whether to compute the checksums of what is read.
     """
 
     def __init__(
         self,
-        path: Path,
-        engine: Engine,
+        folder: Folder,
         *,
-        direct: Literal["auto", "require", "off"],
         checksum: bool,
     ) -> None:
-        self.jobs: list[_C.ReadJob] = []
+        self.jobs: list[Job] = []
         """All that were made, for their statistics."""
-        self._path = path
-        self._engine = engine
-        self._direct = direct
+        self._folder: Any = folder
         self._checksum = checksum
         # Of the job that is being put together.
-        self._job: _C.ReadJob | None = None
+        self._job: Job | None = None
         self._files: dict[str, int] = {}
         self._pending: list[tuple[Check, int, int, int]] = []  # begin, end, range
         self._wholes: list[_Whole] = []  # which the job gets together
@@ -218,21 +209,21 @@ class FileReads:
             self._pending.append((check, begin, end, number))
         return True
 
-    def job_of(self, names: Sequence[str]) -> _C.ReadJob:
+    def job_of(self, names: Sequence[str]) -> Any:
         """Make a job over some of the files, in this order, for the caller to fill and run."""
-        job = _C.ReadJob(self._engine.native, direct=self._direct, checksum=self._checksum)
+        job = self._folder.job(checksum=self._checksum)
         self.jobs.append(job)
         for name in names:
-            job.add_file(os.fsencode(self._path / name))
+            self._folder.add(job, name)
         return job
 
-    def _open(self, name: str) -> tuple[_C.ReadJob, int]:
+    def _open(self, name: str) -> tuple[Job, int]:
         if self._job is None or (name not in self._files and len(self._files) == FILES_MAX):
             self.flush()
             self._job = self.job_of([])
         file = self._files.get(name)
         if file is None:
-            file = self._files[name] = self._job.add_file(os.fsencode(self._path / name))
+            file = self._files[name] = self._folder.add(self._job, name)
         return self._job, file
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
@@ -109,7 +110,8 @@ def load(
     Args:
         state_dict: what to load, or the directory. Top-level entries of the checkpoint that are not
             in it are not loaded.
-        path: the checkpoint's directory. It may be left out if ``reader`` knows it.
+        path: the checkpoint's directory, or its URL in an object store, such as
+            ``s3://bucket/run/step-00000100``. It may be left out if ``reader`` knows it.
         missing, unexpected, mismatched, allow, device, create: see `LoadPlanner`.
         rename: called with each key of the checkpoint (``"model.head.weight"``), returns the key
             that it has in the state; the same where it is called the same.
@@ -176,7 +178,8 @@ def load(
         )
         planner._items_stay = _leaves_items(reader)
         # Ranks that share what they read have to know each item.
-        planner._reads_plain = type(reader) is DirectReader and type(shown) is _HonestReader
+        is_local = type(reader) is DirectReader and isinstance(reader.path, Path)
+        planner._reads_plain = is_local and type(shown) is _HonestReader
         if isinstance(shown, _SharingReader):
             vars(planner)["finish_plan"] = shown.finishing(planner)
         states = {

@@ -14,12 +14,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from pyckpt.dcp.folder import Folder, LocalFolder, read_metadata
 from pyckpt.dcp.parts import Seen, refuse_mixture
 from pyckpt.dcp.reading import Load, save_id_of
 from pyckpt.engine import Engine, default_engine
 from pyckpt.format import commit
-from pyckpt.format import metadata as metadata_format
 from pyckpt.private import ExtensionRegistry
+from pyckpt.remote.address import is_url, local_path
+from pyckpt.remote.folder import RemoteFolder
 from pyckpt.statistics import ReadStatistics
 
 __all__ = ["DirectReader"]
@@ -37,7 +39,8 @@ class DirectReader(StorageReader):
     their code: use ``pyckpt.load`` or ``pyckpt.LoadPlanner`` if you do not trust the file.
 
     Args:
-        path: directory of the checkpoint.
+        path: directory of the checkpoint, or its URL in an object store
+            (``s3://bucket/run/step-00000100``), which needs ``pip install "pyckpt[cloud]"``.
         verify: ``"items"`` checks each item that is read whole against its CRC-32. Items that are
             read in part cannot be checked; ``unverified`` lists them. ``"none"`` checks nothing.
         direct: as for ``DirectWriter``.
@@ -69,7 +72,7 @@ class DirectReader(StorageReader):
             raise ValueError(f"{verify = } must be 'items' or 'none'.")
         if direct not in ("auto", "require", "off"):
             raise ValueError(f"{direct = } must be 'auto', 'require' or 'off'.")
-        self.path = Path(path)
+        self.path = _place(path)
         self.verify = verify
         self.direct = direct
         self._engine = engine
@@ -80,9 +83,16 @@ class DirectReader(StorageReader):
         self._loads: list[Load] = []  # a program may have one plan read in parts
 
     @property
-    def checkpoint_id(self) -> Path:
-        """Directory of the checkpoint."""
+    def checkpoint_id(self) -> Path | str:
+        """Directory of the checkpoint, or its URL."""
         return self.path
+
+    @property
+    def _folder(self) -> Folder:
+        if isinstance(self.path, str):
+            return RemoteFolder(self.path)
+        engine = default_engine() if self._engine is None else self._engine
+        return LocalFolder(self.path, engine, direct=self.direct)
 
     @property
     def load_id(self) -> str:
@@ -102,8 +112,9 @@ class DirectReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this is a directory that can be read."""
-        return "://" not in os.fspath(checkpoint_id) and Path(checkpoint_id).is_dir()
+        """Whether this is a directory that can be read, or a URL."""
+        path = local_path(checkpoint_id)
+        return is_url(path) or Path(path).is_dir()
 
     @property
     def _leaves_items(self) -> bool:
@@ -114,7 +125,7 @@ class DirectReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
+            self.path = _place(checkpoint_id)
         self._load_id = str(uuid.uuid4())
         self._metadata = None
         self._loads = []
@@ -123,11 +134,11 @@ class DirectReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         name = commit.metadata_name(kwargs.get("rank"))
         try:
-            metadata = metadata_format.read(self.path / name)
+            metadata = read_metadata(self._folder, name)
         except FileNotFoundError:
-            if self.path.is_dir() and commit.lost_metadata(os.listdir(self.path)):
+            if _has_lost_metadata(self.path):
                 raise FileNotFoundError(
-                    errno.ENOENT, commit.LOST_METADATA, str(self.path / name)
+                    errno.ENOENT, commit.LOST_METADATA, self._folder.path(name)
                 ) from None
             raise
         if metadata.storage_meta is None:
@@ -154,14 +165,11 @@ class DirectReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         assert self._metadata is not None
-        engine = default_engine() if self._engine is None else self._engine
         load = Load(
-            self.path,
+            self._folder,
             self._metadata,
             planner,
-            engine=engine,
             verify=self.verify,
-            direct=self.direct,
             extension_registry=self.extension_registry,
         )
         self._loads = [*self._loads, load]  # a new list: another thread may be at the old one
@@ -169,3 +177,13 @@ class DirectReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+
+def _place(path: str | os.PathLike[str]) -> Path | str:
+    """A path, or the URL of a store as it is."""
+    path = local_path(path)
+    return os.fspath(path).rstrip("/") if is_url(path) else Path(path)
+
+
+def _has_lost_metadata(path: Path | str) -> bool:
+    return isinstance(path, Path) and path.is_dir() and commit.lost_metadata(os.listdir(path))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,16 +16,15 @@ from pyckpt import _C
 from pyckpt.dcp import objects
 from pyckpt.dcp.checking import Verification, damaged
 from pyckpt.dcp.filling import FILES_MAX, TEMPORARY_BYTES, FileReads, row_major
+from pyckpt.dcp.folder import Folder, Job, LocalFolder, read_metadata
 from pyckpt.dcp.leaves import is_plain_type
 from pyckpt.dcp.read_items import StayingItems, read_object
 from pyckpt.dcp.renaming import as_saved
 from pyckpt.dcp.whole import is_special
-from pyckpt.engine import Engine
 from pyckpt.errors import CheckpointReplaced, CorruptCheckpoint, PyckptError
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
 from pyckpt.format.columns import chunks_of
-from pyckpt.format.files import check_regular
 from pyckpt.format.item import HEAD_BYTES, TAIL_BYTES, Locator, Payload, is_dense
 from pyckpt.format.metadata import StorageInfo
 from pyckpt.format.plain import envelope_of
@@ -35,6 +33,7 @@ from pyckpt.private import ExtensionRegistry, narrow_tensor_by_index
 __all__ = ["Load", "save_id_of"]
 
 _ENDS_AT_A_TIME = 4096
+_REMOTE_BYTES = 256 << 20  # of items, read as bytes together: several requests at a time
 _ARCHIVE_END_MAX = 22 + (1 << 16)  # of an archive's last record, which may end in a comment
 # What `Load.recorded` returns for an item that another writer wrote.
 _UNRECORDED = Payload(-1, 0, torch.uint8, (), (), None)
@@ -44,37 +43,34 @@ class Load:
     """One rank's load.
 
     Args:
-        path: directory of the checkpoint.
+        folder: of the checkpoint.
         metadata: of it.
         planner: it says where items go, and takes the objects.
-        engine: the memory and threads to use.
-        verify, direct: as for `DirectReader`.
+        verify: as for `DirectReader`.
         extension_registry: DCP's extensions that items may be transformed with.
     """
 
     def __init__(
         self,
-        path: Path,
+        folder: Folder,
         metadata: Metadata,
         planner: LoadPlanner,
         *,
-        engine: Engine,
         verify: Literal["items", "none"],
-        direct: Literal["auto", "require", "off"],
         extension_registry: ExtensionRegistry | None,
     ) -> None:
-        self._path = path
+        self._folder = folder
         self._metadata = metadata
         self._planner = planner
         self._extension_registry = extension_registry
-        self._checks = Verification(path, enabled=verify == "items")
-        self._files = FileReads(path, engine, direct=direct, checksum=verify == "items")
+        self._checks = Verification(folder, enabled=verify == "items")
+        self._files = FileReads(folder, checksum=verify == "items")
         self._locator = Locator()
         self._saved: dict[str, TensorStorageMetadata] = {}
         self._chunk_sizes: dict[str, dict[tuple[int, ...], torch.Size]] = {}
 
     @property
-    def jobs(self) -> list[_C.ReadJob]:
+    def jobs(self) -> list[Job]:
         """The engine's jobs so far."""
         return self._files.jobs
 
@@ -161,12 +157,12 @@ class Load:
     def _refuse_replaced(self, error: FileNotFoundError) -> None:
         """Raise where a save has swept out what was read from, as is its right."""
         try:
-            now = metadata_format.read(self._path / commit.metadata_name())
+            now = read_metadata(self._folder, commit.metadata_name())
         except (OSError, PyckptError):
             return
         if save_id_of(now) != save_id_of(self._metadata):
             raise CheckpointReplaced(
-                f"{self._path} was saved over while it was loaded; load it again"
+                f"{self._folder} was saved over while it was loaded; load it again"
             ) from error
 
     # --- before anything is read ---
@@ -175,14 +171,11 @@ class Load:
         """Raise unless all files have the size that the metadata tells."""
         expected = metadata_format.data_files(as_saved(self._metadata))
         for name in sorted(names):
-            path = self._path / name
-            status = path.stat()
-            check_regular(status, path)
-            found = status.st_size
+            found = self._folder.size(name)
             if found != expected[name]:
                 raise CorruptCheckpoint(
-                    f"{path} has {found} bytes, and {expected[name]} were saved",
-                    path=str(path),
+                    f"{self._folder.path(name)} has {found} bytes, and {expected[name]} were saved",
+                    path=self._folder.path(name),
                     expected=expected[name],
                     found=found,
                 )
@@ -190,6 +183,12 @@ class Load:
     def _locate(self, tensors: Sequence[tuple[ReadItem, StorageInfo]]) -> list[Payload | None]:
         """Where the raw bytes of each item are; None where it is no plain tensor."""
         payloads = [self._recorded(item, info) for item, info in tensors]
+        if self._folder.is_remote:
+            # To look at both ends of an item takes two requests: read most items as a whole.
+            payloads = [
+                None if payload is _UNRECORDED and self._wants_most(item) else payload
+                for (item, _), payload in zip(tensors, payloads, strict=True)
+            ]
         foreign = [i for i, payload in enumerate(payloads) if payload is _UNRECORDED]
         for start in range(0, len(foreign), _ENDS_AT_A_TIME):
             batch = foreign[start : start + _ENDS_AT_A_TIME]
@@ -198,7 +197,7 @@ class Load:
                 item, info = tensors[i]
                 if payload is not None and payload.shape != tuple(self._chunk_size(item)):
                     what = f"a tensor of size {payload.shape} is stored there"
-                    raise damaged(item, info, self._path, what)
+                    raise damaged(item, info, self._folder, what)
                 payloads[i] = payload
         return payloads
 
@@ -215,9 +214,9 @@ class Load:
         length = extra["payload_length"]
         dtype = self._tensor(item.storage_index.fqn).properties.dtype
         if length != dtype.itemsize * math.prod(shape) or payload_offset + length > info.length:
-            raise damaged(item, info, self._path, "its length and its shape do not agree")
+            raise damaged(item, info, self._folder, "its length and its shape do not agree")
         if stride is not None and not is_dense(shape, stride):
-            raise damaged(item, info, self._path, "its strides and its shape do not agree")
+            raise damaged(item, info, self._folder, "its strides and its shape do not agree")
         return Payload(
             payload_offset, length, dtype, shape, stride or row_major(shape), extra["crc32"]
         )
@@ -251,6 +250,9 @@ class Load:
             tensor = self._saved[key] = saved
         return tensor
 
+    def _wants_most(self, item: ReadItem) -> bool:
+        return 2 * math.prod(item.lengths) >= math.prod(self._chunk_size(item))
+
     def _read_ends(self, infos: Sequence[StorageInfo]) -> list[Payload | None]:
         """Locate the payloads of items that we did not write, from their first and last bytes."""
         buffers = []
@@ -276,13 +278,14 @@ class Load:
         """Read items as bytes, check them, and hand them to ``load``; a few at a time."""
         batch: list[tuple[ReadItem, StorageInfo, bytearray]] = []
         size = 0
+        most = _REMOTE_BYTES if self._folder.is_remote else TEMPORARY_BYTES
         for i, (item, info) in enumerate(reads):
-            if info.length > TEMPORARY_BYTES:
+            if info.length > most:
                 self._check_ends(item, info)
             buffer = bytearray(info.length)
             batch.append((item, info, buffer))
             size += info.length
-            if size < TEMPORARY_BYTES and i + 1 < len(reads):
+            if size < most and i + 1 < len(reads):
                 continue
             # One job a batch, as long as its files are few.
             for _, info, buffer in batch:
@@ -301,7 +304,7 @@ class Load:
         self._files.add_bytes(info.relative_path, info.offset + info.length - len(tail), tail)
         self._files.flush()
         if head != b"PK\3\4" or b"PK\5\6" not in tail:
-            raise damaged(item, info, self._path, "not a saved object")
+            raise damaged(item, info, self._folder, "not a saved object")
 
     def _load_opaque(self, item: ReadItem, data: io.BytesIO) -> None:
         """Load a tensor that is more than its memory, as stock does."""
@@ -310,10 +313,10 @@ class Load:
             tensor = objects.load(data, key, device=torch.device("cpu"))
         except CorruptCheckpoint as error:
             info = self._metadata.storage_data[item.storage_index]
-            raise damaged(item, info, self._path, "not a readable tensor") from error
+            raise damaged(item, info, self._folder, "not a readable tensor") from error
         if not isinstance(tensor, torch.Tensor) or tensor.shape != self._chunk_size(item):
             info = self._metadata.storage_data[item.storage_index]
-            raise damaged(item, info, self._path, "not a tensor of its size")
+            raise damaged(item, info, self._folder, "not a tensor of its size")
         if is_special(tensor) or not is_plain_type(tensor):
             take = getattr(self._planner, "take", None)
             if take is not None and take(item, tensor):
@@ -331,7 +334,14 @@ class Load:
 
     def _read_with_stock(self, items: list[ReadItem]) -> None:
         """Read items that an extension transformed (compressed, say), the way DCP does."""
-        stock = FileSystemReader(self._path, _extension_registry=self._extension_registry)
+        if not isinstance(self._folder, LocalFolder):
+            raise NotImplementedError(
+                f"{self._folder} has items that an extension transformed (compressed, say); copy "
+                "it to a file system to load it"
+            )
+        stock = FileSystemReader(
+            self._folder.directory, _extension_registry=self._extension_registry
+        )
         stock.set_up_storage_reader(self._metadata, is_coordinator=False)
         stock.read_data(LoadPlan(items), self._planner).wait()
         self._checks.unverified.update(item.storage_index.fqn for item in items)

@@ -778,7 +778,7 @@ def test_arguments(tmp_path: Path) -> None:
         pyckpt.DirectReader(tmp_path, direct=True)  # type: ignore[arg-type]
     assert pyckpt.DirectReader.validate_checkpoint_id(tmp_path)
     assert not pyckpt.DirectReader.validate_checkpoint_id(tmp_path / "none")
-    assert not pyckpt.DirectReader.validate_checkpoint_id("s3://bucket/path")
+    assert pyckpt.DirectReader.validate_checkpoint_id("s3://bucket/path")
 
 
 def test_missing_directory(tmp_path: Path) -> None:
