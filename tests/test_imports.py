@@ -39,11 +39,13 @@ MAY_USE = {
     "dcp": FLOOR | {"engine", "format", "guard", "optim", "private", "remote", "statistics"},
     "train": FLOOR
     | {"dcp", "engine", "format", "layouts", "optim", "statistics"}
-    | {"train.arguments", "train.state", "train.store", "train.sync"},
+    | {"remote", "train.arguments", "train.state", "train.store", "train.sync", "train.tiers"},
     "train.arguments": set(),
     # These three do not know each other.
     "train.state": FLOOR | {"dcp", "format", "optim"},
-    "train.store": FLOOR | {"dcp", "engine", "format", "layouts", "private", "train.arguments"},
+    "train.store": FLOOR
+    | {"dcp", "engine", "format", "layouts", "private", "remote", "train.arguments"},
+    "train.tiers": FLOOR | {"format", "remote", "train.arguments", "train.store"},
     "train.sync": FLOOR | {"dcp", "train.arguments"},
     "profiling": {"locks"},
     "__main__": {"cli"},

@@ -410,6 +410,11 @@ class DirectWriter(StorageWriter):
             staging.release()
 
     @property
+    def file(self) -> Path | None:
+        """The data file that this rank wrote in the last save; None if it wrote none."""
+        return None if self._data_file is None else self._data_file.path
+
+    @property
     def files(self) -> set[str]:
         """Names of the data files that the ranks may have written; known to the rank that
         commits."""

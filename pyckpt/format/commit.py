@@ -35,6 +35,7 @@ __all__ = [
     "is_part",
     "lost_metadata",
     "make_directory",
+    "make_mark",
     "mark_name",
     "metadata_name",
     "new_save_id",
@@ -273,6 +274,15 @@ def begin_save(directory: Path, keep: set[str], *, sync: bool, rank: int | None 
             str(directory),
         )
     _unlink(directory, {name for name in data if not is_claimed(directory / name)})
+    make_mark(directory, sync=sync, rank=rank)
+
+
+def make_mark(directory: Path, *, sync: bool, rank: int | None = None) -> None:
+    """Mark that a save has begun, where there is no checkpoint yet.
+
+    Raises:
+        OSError: the mark cannot be made.
+    """
     mark = directory / mark_name(rank)
     with suppress(FileExistsError):
         os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))

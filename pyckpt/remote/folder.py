@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pyckpt.errors import CorruptCheckpoint
@@ -9,6 +11,7 @@ from pyckpt.remote.address import open_store, telling
 from pyckpt.remote.job import RemoteJob
 
 if TYPE_CHECKING:
+    from obstore import ReadableFile
     from obstore.store import ObjectStore
 
 __all__ = ["RemoteFolder"]
@@ -65,6 +68,18 @@ class RemoteFolder:
             expected=most,
             found=size,
         )
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[ReadableFile]:
+        """An object as a file that can be read and sought in.
+
+        Raises:
+            OSError: there is none, or the store fails.
+        """
+        import obstore
+
+        with telling(self.path(name)):
+            yield obstore.open_reader(self.store, name)
 
     def size(self, name: str) -> int:
         """Bytes of an object. All are asked for at once, at the first call.

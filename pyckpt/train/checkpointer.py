@@ -18,7 +18,7 @@ from pyckpt.dcp.renaming import Rename
 from pyckpt.dcp.report import LoadReport, some
 from pyckpt.engine import Engine
 from pyckpt.train.advice import Advice
-from pyckpt.train.arguments import metrics_of, state_of, step_of, timeout_of
+from pyckpt.train.arguments import metrics_of, state_of, step_of, timeout_of, whole
 from pyckpt.train.finder import Finder
 from pyckpt.train.handle import SaveHandle
 from pyckpt.train.policy import Policy
@@ -33,6 +33,7 @@ from pyckpt.train.sync.agreement import Agreement, Facts, GroupAgreement, LocalA
 from pyckpt.train.sync.ranks import Ranks
 from pyckpt.train.sync.requests import Requests
 from pyckpt.train.sync.signals import StopSignals
+from pyckpt.train.tiers.promotion import Promotion
 
 __all__ = ["Checkpointer"]
 
@@ -90,6 +91,16 @@ class Checkpointer(Finder):
             until the new one is committed. If this is False, such a save fails with
             ``FileExistsError`` on all ranks, and the checkpoint stays. Training that goes on from
             an older checkpoint comes to the steps of newer ones again.
+        mirror: where checkpoints are also brought in the background, once they are committed: the
+            URL of an object store (``s3://bucket/run``; needs ``pip install "pyckpt[cloud]"``), or
+            a directory on another file system. Each rank copies its own file, and training does
+            not wait. ``restore`` looks there, too. See docs/tiers.md.
+        mirror_keep_last: how many of the newest checkpoints to keep there, besides final ones.
+            None keeps all.
+        mirror_every: bring there only checkpoints whose step is a multiple of this, and final ones.
+        mirror_max_mbps: how many megabytes (10^6 bytes) a second each rank may copy there.
+        mirror_wait: how many seconds ``close`` waits until all is there. The checkpoints that are
+            not there by then stay in the local directory alone; the log names them.
         direct: whether saving, restoring, verifying and exporting bypass the page cache, as for
             `DirectWriter`.
         engine: the memory and threads to use; by default those that everyone shares.
@@ -114,12 +125,20 @@ class Checkpointer(Finder):
         process_group: dist.ProcessGroup | None = None,
         timeout: float | timedelta | None = None,
         overwrite: bool = True,
+        mirror: str | os.PathLike[str] | None = None,
+        mirror_keep_last: int | None = None,
+        mirror_every: int = 1,
+        mirror_max_mbps: float | None = None,
+        mirror_wait: float = 600.0,
         direct: Literal["auto", "require", "off"] = "auto",
         engine: Engine | None = None,
     ) -> None:
         if when_busy not in ("skip", "wait"):
             raise ValueError(f"{when_busy = } must be 'skip' or 'wait'.")
-        super().__init__(directory, direct, engine)
+        super().__init__(directory, direct, engine, mirror)
+        whole("mirror_every", mirror_every, least=1)
+        mirror_retention = Retention(mirror_keep_last)
+        self._mirror_wait = mirror_wait
         wait_at_most = timeout_of(timeout)
         retention = Retention(keep_last, keep_every, keep_best)
         policy = Policy(every_steps, every_minutes, save_when)
@@ -138,7 +157,9 @@ class Checkpointer(Finder):
                 engine=engine,
                 on_commit=self._commit,
             )
-            self._restorer = Restorer(self._catalog, self._ranks, direct=direct, engine=engine)
+            self._restorer = Restorer(
+                self._catalog, self._ranks, direct=direct, engine=engine, mirror=self._mirror
+            )
             self._pruner = Pruner(
                 self._catalog,
                 retention,
@@ -147,6 +168,17 @@ class Checkpointer(Finder):
                 distrusted=self._restorer.distrusted,
             )
             is_first = self._ranks.rank == 0
+            self._promotion: Promotion | None = None
+            if self._mirror is not None:
+                self._promotion = Promotion(
+                    self._mirror,
+                    is_first=is_first,
+                    retention=mirror_retention,
+                    every=mirror_every,
+                    bytes_per_second=None if mirror_max_mbps is None else 1e6 * mirror_max_mbps,
+                    protected=self._pruner.protected,
+                    on_release=self._pruner.again if is_first else lambda: None,
+                )
             self._requests = Requests(self._signals, policy.due_after if is_first else None)
             self._agreement: Agreement = (
                 LocalAgreement(self._facts)
@@ -248,6 +280,18 @@ class Checkpointer(Finder):
         self._stopwatch.pause()
         self._saver.raise_failure()
 
+    def wait_mirrored(self, timeout: float | None = None) -> bool:
+        """Wait until the mirror has all checkpoints that this rank is to bring there. Each rank may
+        call it for itself.
+
+        Args:
+            timeout: seconds at most; None without end.
+
+        Returns:
+            Whether they are there; True without a mirror. On rank 0 they are committed there.
+        """
+        return self._promotion is None or self._promotion.wait(timeout)
+
     def request_save(self) -> None:
         """Ask for a save at one of the next steps, on all ranks. Any rank and thread may."""
         self._requests.ask_save()
@@ -282,6 +326,9 @@ class Checkpointer(Finder):
         """Called by the thread that committed a save."""
         self._restorer.distrusted.discard(handle.step)
         self._stopwatch.committed(handle.seconds)
+        if self._promotion is not None:
+            # Before the pruner, which would not know that the checkpoint is still needed.
+            self._promotion.submit(handle.step, handle.path, self._saver.file, final=handle.final)
         if self._ranks.rank == 0:
             self._pruner.committed(handle.step)
 
@@ -364,6 +411,8 @@ class Checkpointer(Finder):
             self._schedule.go_back(restored)
             if self._ranks.rank == 0:
                 self._pruner.restored(restored)
+            if self._promotion is not None:
+                self._promotion.restored(restored)
         self._stopwatch.pause()
         return restored
 
@@ -373,6 +422,8 @@ class Checkpointer(Finder):
         count for what is kept, and this names them."""
         newer = [one.step for one in self.checkpoints() if one.step > step]
         self._schedule.go_back(step)
+        if self._promotion is not None:
+            self._promotion.restored(step)
         if self._ranks.rank == 0:
             self._pruner.restored(step)
             if newer:
@@ -411,6 +462,7 @@ class Checkpointer(Finder):
             skipped=self._schedule.skipped,
             pruned=self._pruner.removed,
             restore_seconds=self._restore_seconds,
+            mirror=None if self._promotion is None else self._promotion.statistics,
         )
 
     def advice(self, mtbf_hours: float) -> Advice | None:
@@ -452,6 +504,8 @@ class Checkpointer(Finder):
         try:
             self._saver.wait()
             self._saver.close()
+            if self._promotion is not None:
+                self._promotion.close(self._mirror_wait)
             self._pruner.close()
         finally:
             self._signals.close()

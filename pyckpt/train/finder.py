@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from pyckpt.train.store.catalog import Catalog, CheckpointInfo, DirectoryEntry
 from pyckpt.train.store.envelopes import verify_envelopes
 from pyckpt.train.store.pieces import Direct, verify
 from pyckpt.train.store.tensors import RenameTensors
+from pyckpt.train.tiers.opening import open_tier
 
 __all__ = ["Finder"]
 
@@ -27,7 +29,11 @@ class Finder:
     """Finds the checkpoints in a directory. Each rank, and any other process, may do so alone."""
 
     def __init__(
-        self, directory: str | os.PathLike[str], direct: Direct, engine: Engine | None
+        self,
+        directory: str | os.PathLike[str],
+        direct: Direct,
+        engine: Engine | None,
+        mirror: str | os.PathLike[str] | None = None,
     ) -> None:
         if direct not in ("auto", "require", "off"):
             raise ValueError(f"{direct = } must be 'auto', 'require' or 'off'.")
@@ -35,18 +41,24 @@ class Finder:
         self._direct: Direct = direct
         self._engine = engine
         self._catalog = Catalog(self.directory, verify=partial(_verify, direct, engine))
+        self._mirror = None if mirror is None else open_tier(mirror, self.directory)
 
     def checkpoints(self, *, verify: bool = False) -> list[CheckpointInfo]:
-        """The valid checkpoints, oldest first.
+        """The valid checkpoints, oldest first; also those that are in the mirror alone.
 
         A checkpoint is valid if its metadata is complete, and all its files are there and of the
         right size.
 
         Args:
-            verify: read all of them, and list only those whose checksums match.
+            verify: read all that are in the directory, and list only those whose checksums match.
         """
         entries = self._catalog.entries(verify=verify)
-        return [entry.checkpoint for entry in entries if entry.checkpoint is not None]
+        found = {one.checkpoint.step: one.checkpoint for one in entries if one.checkpoint}
+        if self._mirror is not None:
+            for there in self._mirror.checkpoints():
+                here = found.get(there.step)
+                found[there.step] = there if here is None else replace(here, mirror=there.mirror)
+        return [found[step] for step in sorted(found)]
 
     def inspect(self, *, verify: bool = False) -> list[DirectoryEntry]:
         """Everything in the directory: the kind of each entry, and the reason if it is not valid.

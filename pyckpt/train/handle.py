@@ -56,6 +56,7 @@ class SaveHandle:
 
     Attributes:
         step: the step that is saved.
+        final: whether the checkpoint is kept for good.
         path: directory of the checkpoint.
         staged: the state has been copied, and may change.
         written: this rank's data is on disk. The result is its ``WriteStatistics``, or None if this
@@ -63,8 +64,9 @@ class SaveHandle:
         committed: the checkpoint is whole and durable, on all ranks. The result is its directory.
     """
 
-    def __init__(self, step: int, path: Path) -> None:
+    def __init__(self, step: int, path: Path, *, final: bool = False) -> None:
         self.step = step
+        self.final = final
         self.path = path
         self.staged: Future[None] = Future()
         self.written: Future[WriteStatistics | None] = Future()

@@ -20,11 +20,13 @@ from pyckpt.dcp.report import LoadReport
 from pyckpt.dcp.together import together
 from pyckpt.engine import Engine
 from pyckpt.errors import CorruptCheckpoint, LoadError
+from pyckpt.remote.address import is_url
 from pyckpt.train.state.app_state import AppState
 from pyckpt.train.store.catalog import Catalog, CheckpointInfo, reading
 from pyckpt.train.store.pieces import Direct, verify
 from pyckpt.train.store.transient import DELAYS, Failure, failure_of
 from pyckpt.train.sync.ranks import Ranks
+from pyckpt.train.tiers.tier import Tier
 
 __all__ = ["LoadOptions", "Restorer"]
 
@@ -63,12 +65,23 @@ class Restorer:
 
     Attributes:
         report: of the last load, on this rank.
-        distrusted: steps of checkpoints that look valid but proved corrupt.
+        distrusted: steps of checkpoints in the directory that look valid but proved corrupt.
     """
 
     def __init__(
-        self, catalog: Catalog, ranks: Ranks, *, direct: Direct, engine: Engine | None
+        self,
+        catalog: Catalog,
+        ranks: Ranks,
+        *,
+        direct: Direct,
+        engine: Engine | None,
+        mirror: Tier | None = None,
     ) -> None:
+        self._mirror = mirror
+        # Steps whose checkpoints proved corrupt in the mirror, and those that are not read from the
+        # directory, since they proved corrupt there on some rank.
+        self._distrusted_there: set[int] = set()
+        self._not_here: set[int] = set()
         self._catalog = catalog
         self._ranks = ranks
         self._direct: Direct = direct
@@ -101,12 +114,20 @@ class Restorer:
                 self._tell_newer(found)
                 self._tell_differing(found)
                 return found.step
+            if self._turn_to_mirror(found):
+                _logger.error(
+                    "%s is corrupt, and its copy in the mirror is loaded instead: %s",
+                    found.place,
+                    failure,
+                )
+                continue
             if step is not None:
                 raise failure
             first = first or failure
             _logger.error(
-                "%s is corrupt and is passed over for an older checkpoint: %s", found.path, failure
+                "%s is corrupt and is passed over for an older checkpoint: %s", found.place, failure
             )
+            self._distrusted_there.add(found.step)
             self.distrusted.add(found.step)
             limit = found.step - 1
 
@@ -137,7 +158,7 @@ class Restorer:
     ) -> CheckpointInfo | None:
         """The newest checkpoint up to a step that every rank sees."""
         while True:
-            mine = self._together(partial(self._catalog.newest, limit), "looking for checkpoints")
+            mine = self._together(partial(self._newest, limit), "looking for checkpoints")
             number = -1 if mine is None else mine.step
             if exactly is not None and number != exactly:
                 number, mine = -1, None
@@ -161,6 +182,40 @@ class Restorer:
                 _logger.warning("%s is not valid on all ranks, or not seen by them", mine)
             limit = lowest
 
+    def _newest(self, limit: int | None) -> CheckpointInfo | None:
+        """The newest checkpoint up to a step that this rank sees, here or in the mirror."""
+        found = self._catalog.newest_first(limit)
+        here = next((one for one in found if one.step not in self._not_here), None)
+        if self._mirror is None:
+            return here
+        try:
+            there = self._mirror.newest(limit, without=self._distrusted_there)
+        except OSError as error:
+            if here is None:
+                raise
+            _logger.error("the mirror may have a newer checkpoint than %s: %s", here.path, error)
+            return here
+        if there is None or (here is not None and here.step >= there.step):
+            return here
+        return there
+
+    def _turn_to_mirror(self, found: CheckpointInfo) -> bool:
+        """After a checkpoint that some ranks read in the directory proved corrupt: whether all are
+        to read it in the mirror."""
+        if self._mirror is None or not self._ranks.largest(int(found.is_local)):
+            return False
+        mirror = self._mirror
+        there = self._together(
+            lambda: mirror.newest(found.step, without=self._distrusted_there),
+            "looking at the mirror",
+        )
+        is_there = there is not None and there.step == found.step
+        if self._ranks.largest(int(not is_there)):
+            return False
+        self._not_here.add(found.step)
+        self.distrusted.add(found.step)
+        return True
+
     def _load(
         self, found: CheckpointInfo, state: Mapping[str, Any], options: LoadOptions
     ) -> Exception | None:
@@ -180,16 +235,16 @@ class Restorer:
                 break
             if failure is not None:
                 _logger.warning(
-                    "%s: reading it failed, and is tried again: %s", found.path, failure
+                    "%s: reading it failed, and is tried again: %s", found.place, failure
                 )
             time.sleep(delay)
         if worst == Failure.NONE:
             return None
         if worst == Failure.DAMAGE:
             return failure or CorruptCheckpoint(
-                f"{found.path} could not be read on another rank", path=str(found.path)
+                f"{found.place} could not be read on another rank", path=str(found.place)
             )
-        raise failure or LoadError(f"{found.path} could not be loaded on another rank")
+        raise failure or LoadError(f"{found.place} could not be loaded on another rank")
 
     def _try(
         self, found: CheckpointInfo, state: Mapping[str, Any], options: LoadOptions
@@ -198,13 +253,14 @@ class Restorer:
         failure: Exception | None = None
         with ExitStack() as held:
             try:
-                held.enter_context(reading(found.path))
+                if not is_url(found.place):
+                    held.enter_context(reading(Path(found.place)))
             except OSError as error:
                 failure = error
             # Loading is collective, so no rank may begin if one cannot.
             if not self._ranks.largest(int(failure is not None)):
                 try:
-                    reader = DirectReader(found.path, direct=self._direct, engine=self._engine)
+                    reader = DirectReader(found.place, direct=self._direct, engine=self._engine)
                     self.report = AppState(state, process_group=self._ranks.work).load(
                         reader,
                         missing=options.missing,
@@ -229,7 +285,7 @@ class Restorer:
             return report
         share = partial(
             verify,
-            found.path,
+            found.place,
             metadata,
             keys=set(doubtful),
             share=(self._ranks.rank, self._ranks.size),
@@ -256,6 +312,8 @@ class Restorer:
         what = ""
         if self._ranks.rank == 0 or required:
             what = self._catalog.describe_nothing()
+            if self._mirror is not None:
+                what += f", and the mirror, {self._mirror}, has no checkpoint"
         if required:
             raise FileNotFoundError(
                 2, f"there is no checkpoint to restore: {what}", str(self._catalog.directory)
@@ -274,7 +332,7 @@ class Restorer:
                 one.key,
                 one.live,
                 one.saved,
-                found.path,
+                found.place,
                 "it was kept as it is" if one.kept else "it is now as saved",
             )
 

@@ -103,6 +103,11 @@ class Saver:
         """Whether a save is under way, as far as this rank knows."""
         return self.handle is not None and not self.handle.committed.done()
 
+    @property
+    def file(self) -> Path | None:
+        """The data file that this rank wrote in the last save; None if it wrote none."""
+        return None if self._current is None else self._current.file
+
     def counts(self) -> tuple[int, int]:
         """How many saves ended, and the number of the last that failed, read under the lock."""
         with self._lock:
@@ -154,7 +159,7 @@ class Saver:
         interrupts are raised here."""
         self.wait()
         self._overwrite = overwrite
-        handle = SaveHandle(step, self._catalog.path(step))
+        handle = SaveHandle(step, self._catalog.path(step), final=final)
         number = self.started + 1
         done: Future[None] = Future()
         done.add_done_callback(lambda done: self._end(number, handle, done))

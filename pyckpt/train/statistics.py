@@ -6,8 +6,10 @@ import statistics
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 from pyckpt.train.advice import Advice, advise
+from pyckpt.train.tiers.promotion import MirrorStatistics
 
 __all__ = ["CheckpointerStatistics", "Stopwatch"]
 
@@ -37,6 +39,8 @@ class CheckpointerStatistics:
     """From one call of ``step`` to the next, while nothing is saved."""
     restore_seconds: float = 0.0
     """Duration of the last ``restore``."""
+    mirror: MirrorStatistics | None = None
+    """What this rank has brought to the mirror; None without one."""
 
     def advice(self, mtbf_hours: float) -> Advice | None:
         """How often to save. None before a save and a step were measured.
@@ -109,7 +113,7 @@ class Stopwatch:
     def committed(self, seconds: float) -> None:
         self._commits.append(seconds)
 
-    def statistics(self, **counts: float) -> CheckpointerStatistics:
+    def statistics(self, **counts: Any) -> CheckpointerStatistics:
         step = statistics.median(self._alone) if self._alone else 0.0
         slowed = 0.0
         if self._alone and self._beside and self._beside_saves:
@@ -120,5 +124,5 @@ class Stopwatch:
             slowed_seconds=slowed,
             commit_seconds=statistics.median(self._commits) if self._commits else 0.0,
             step_seconds=step,
-            **counts,  # type: ignore[arg-type]
+            **counts,
         )

@@ -1,40 +1,19 @@
 """Loading from a server that speaks S3."""
 
-import logging
-
+import _s3
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import pyckpt
-from pyckpt.remote import address
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def bucket(monkeypatch):
-    """A bucket; all of obstore's settings for it are in the environment, as a user has them."""
-    server_module = pytest.importorskip("moto.server")
-    import boto3
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_REGION": "us-east-1",
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-    }.items():
-        monkeypatch.setenv(name, value)
-    address.open_store.cache_clear()
-    bucket = boto3.resource("s3", endpoint_url=f"http://{host}:{port}").create_bucket(Bucket="runs")
-    yield bucket
-    server.stop()
-    address.open_store.cache_clear()
+def bucket():
+    with _s3.bucket() as made:
+        yield made
 
 
 @pytest.mark.parametrize("save", [pyckpt.save, lambda s, p: dcp.save(s, checkpoint_id=p)])

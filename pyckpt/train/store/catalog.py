@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -43,7 +43,9 @@ __all__ = [
     "DirectoryEntry",
     "directory_name",
     "note",
+    "read_note",
     "reading",
+    "step_of",
 ]
 
 _logger = logging.getLogger("pyckpt")
@@ -62,7 +64,8 @@ def directory_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _step_of(name: str) -> int | None:
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint's directory, by its name; None for other names."""
     match = _DIRECTORY.fullmatch(name)
     if match is None:
         return None
@@ -82,13 +85,22 @@ class CheckpointInfo:
 
     step: int
     path: Path
-    """Its directory."""
+    """Its directory. If ``is_local`` is False there is no such directory."""
     final: bool = False
     """Whether it was saved with ``final=True``, which keeps it from being pruned."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The numbers that were passed when it was saved."""
     bytes: int = 0
     """Bytes of its data files."""
+    mirror: str | None = None
+    """Its directory or URL in the mirror, if it is there."""
+    is_local: bool = True
+    """Whether it is in the directory of the Checkpointer, and not in the mirror alone."""
+
+    @property
+    def place(self) -> Path | str:
+        """What ``pyckpt.load`` takes: its directory, or where it is in the mirror."""
+        return self.path if self.is_local or self.mirror is None else self.mirror
 
 
 @dataclass(frozen=True)
@@ -155,7 +167,7 @@ class Catalog:
 
     def _listed(self) -> list[int | None]:
         with os.scandir(self.directory) as entries:
-            return [_step_of(entry.name) for entry in entries if _is_dir(entry)]
+            return [step_of(entry.name) for entry in entries if _is_dir(entry)]
 
     def newest(self, limit: int | None = None) -> CheckpointInfo | None:
         """The newest valid checkpoint, of those up to step ``limit``. Raises as `newest_first`."""
@@ -201,10 +213,10 @@ class Catalog:
             return "there is no such directory" if error.errno == errno.ENOENT else str(error)
         if commit.metadata_name() in names or any(map(commit.is_part, names)):
             above = self.directory.parent
-            other = f"pass {above}, or " if _step_of(self.directory.name) is not None else ""
+            other = f"pass {above}, or " if step_of(self.directory.name) is not None else ""
             return f"this is itself a checkpoint; {other}load it with pyckpt.load"
         ours = [str(entry) for step in self.steps() for entry in [self.examine(step)]]
-        others = [name for name in names if name != FOLDER and _step_of(name) is None]
+        others = [name for name in names if name != FOLDER and step_of(name) is None]
         saved = [name for name in others if (self.directory / name / ".metadata").exists()]
         if saved:
             return (
@@ -274,7 +286,7 @@ class Catalog:
             data = read_regular(file, name, most=metadata_format.SIZE_MAX)
         metadata = metadata_format.decode(data, path=name)
         files = metadata_format.data_files(metadata)
-        final, metrics = _read_note(path, metadata, step)
+        final, metrics = read_note(path, metadata, step, partial(_range_of, path))
         checkpoint = CheckpointInfo(
             step=step, path=path, final=final, metrics=metrics, bytes=sum(files.values())
         )
@@ -311,13 +323,27 @@ def _is_dir(entry: os.DirEntry[str]) -> bool:
         return True  # an unreadable entry must not hide the others; `examine` reports it
 
 
-def _read_note(path: Path, metadata: Metadata, step: int) -> tuple[bool, dict[str, float]]:
-    """Whether a checkpoint is final, and its metrics. One that another tool wrote has no note."""
+def read_note(
+    place: Path | str, metadata: Metadata, step: int, read: Callable[[str, int, int], bytes]
+) -> tuple[bool, dict[str, float]]:
+    """Whether a checkpoint is final, and its metrics. One that another tool wrote has no note.
+
+    Args:
+        place: of the checkpoint, for messages.
+        metadata, step: of it.
+        read: reads a file of it, by name, from an offset on, so many bytes.
+
+    Raises:
+        CorruptCheckpoint: its note is damaged.
+    """
     info = (metadata.storage_data or {}).get(MetadataIndex(NOTE_KEY))
     if info is None:
         return False, {}
     try:
-        content = json.loads(_object(path, info))
+        if info.length > _NOTE_MAX:
+            raise ValueError(f"it has {info.length} bytes")
+        data = io.BytesIO(read(info.relative_path, info.offset, info.length))
+        content = json.loads(objects.load(data, NOTE_KEY, device=torch.device("cpu")))
         final, metrics = content["final"], content["metrics"]
         if type(final) is not bool or not isinstance(metrics, dict):
             raise TypeError("not a note of pyckpt")
@@ -325,17 +351,14 @@ def _read_note(path: Path, metadata: Metadata, step: int) -> tuple[bool, dict[st
     # JSON may be nested too deep, and a number too large for a float.
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         raise CorruptCheckpoint(
-            f"{path} has an unreadable {NOTE_KEY}: {error}", path=str(path), key=NOTE_KEY
+            f"{place} has an unreadable {NOTE_KEY}: {error}", path=str(place), key=NOTE_KEY
         ) from error
 
 
-def _object(path: Path, info: metadata_format.StorageInfo) -> Any:
-    if info.length > _NOTE_MAX:
-        raise ValueError(f"it has {info.length} bytes")
-    with open_regular(path / info.relative_path) as file:
-        file.seek(info.offset)
-        data = io.BytesIO(file.read(info.length))
-    return objects.load(data, NOTE_KEY, device=torch.device("cpu"))
+def _range_of(directory: Path, name: str, offset: int, length: int) -> bytes:
+    with open_regular(directory / name) as file:
+        file.seek(offset)
+        return file.read(length)
 
 
 @contextmanager

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Collection, Iterator, Sequence
-from io import BufferedReader, RawIOBase
+from collections.abc import Callable, Collection, Iterator, Sequence
+from io import RawIOBase
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -17,6 +17,7 @@ from pyckpt.engine import Engine, default_engine
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format.files import check_regular, open_regular
 from pyckpt.format.metadata import StorageInfo
+from pyckpt.remote.folder import RemoteFolder
 
 __all__ = ["PIECE_BYTES", "Direct", "Stored", "Window", "read_pieces", "stored", "verify"]
 
@@ -31,24 +32,29 @@ class Stored(NamedTuple):
     """Bytes in a file, and their expected checksum."""
 
     key: str
-    path: Path
+    path: Path | str
+    """Of the file; a URL in an object store."""
     offset: int
     length: int
     crc32: int
 
 
-def stored(key: str, directory: Path, info: StorageInfo) -> Stored | None:
+def stored(key: str, directory: Path | str, info: StorageInfo) -> Stored | None:
     """The payload of an item, by pyckpt's metadata; None for an item of another writer."""
     extra = info.__dict__
     if "crc32" not in extra:
         return None
     return Stored(
         key,
-        directory / info.relative_path,
+        _joined(directory, info.relative_path),
         info.offset + extra["payload_offset"],
         extra["payload_length"],
         extra["crc32"],
     )
+
+
+def _joined(directory: Path | str, name: str) -> Path | str:
+    return f"{directory}/{name}" if isinstance(directory, str) else directory / name
 
 
 def read_pieces(
@@ -68,8 +74,8 @@ def read_pieces(
     buffers = [torch.empty(0, dtype=torch.uint8)] * _BUFFERS
     turn = crc32 = 0
     for batch in _batches(payloads):
-        job = _C.ReadJob((engine or default_engine()).native, direct=direct)
-        files: dict[Path, int] = {}
+        job, add_file = _job(batch[0][0].path, direct, engine)
+        files: dict[Path | str, int] = {}
         if not buffers[turn].numel():
             buffers[turn] = torch.empty(PIECE_BYTES, dtype=torch.uint8)
         views = []
@@ -81,7 +87,7 @@ def read_pieces(
         for (payload, at, length), view in zip(batch, views, strict=True):
             if payload.path not in files:
                 _check_length(payload)
-                files[payload.path] = job.add_file(os.fsencode(payload.path))
+                files[payload.path] = add_file(payload.path)
             if length:
                 job.add_tensor(files[payload.path], payload.offset + at, view)
         checksums = iter(job.run())
@@ -101,6 +107,17 @@ def read_pieces(
                     found=crc32,
                 )
             yield payload, view
+
+
+def _job(
+    path: Path | str, direct: Direct, engine: Engine | None
+) -> tuple[Any, Callable[[Any], int]]:
+    """A job that reads files beside ``path``, and what adds a file to it."""
+    if isinstance(path, str):
+        remote = RemoteFolder(path.rpartition("/")[0]).job(checksum=True)
+        return remote, lambda path: remote.add_object(path.rpartition("/")[2])
+    job = _C.ReadJob((engine or default_engine()).native, direct=direct)
+    return job, lambda path: job.add_file(os.fsencode(path))
 
 
 def _batches(payloads: Sequence[Stored]) -> Iterator[list[tuple[Stored, int, int]]]:
@@ -128,6 +145,8 @@ def _aligned(length: int) -> int:
 
 
 def _check_length(payload: Stored) -> None:
+    if isinstance(payload.path, str):
+        return  # the store tells, when it is read
     status = payload.path.stat()
     check_regular(status, payload.path)
     found = status.st_size
@@ -142,7 +161,7 @@ def _check_length(payload: Stored) -> None:
 
 
 def verify(
-    directory: Path,
+    directory: Path | str,
     metadata: Metadata,
     *,
     keys: Collection[str] | None = None,
@@ -152,7 +171,8 @@ def verify(
 ) -> set[str]:
     """Read a checkpoint, or its items under some keys, and compare all checksums.
 
-    An item that stock wrote is a zip archive, with the checksums in it.
+    A checkpoint in an object store is given by its URL. An item that stock wrote is a zip archive,
+    with the checksums in it.
 
     Args:
         keys: those to read, default all.
@@ -181,11 +201,7 @@ def verify(
             ours.append(payload)
     for _ in read_pieces(ours, direct=direct, engine=engine):
         pass
-    return {
-        key
-        for key, info in others
-        if not _verify_archive(key, directory / info.relative_path, info)
-    }
+    return {key for key, info in others if not _verify_archive(key, directory, info)}
 
 
 def _share(
@@ -201,9 +217,10 @@ def _share(
         at += info.length
 
 
-def _verify_archive(key: str, path: Path, info: StorageInfo) -> bool:
+def _verify_archive(key: str, directory: Path | str, info: StorageInfo) -> bool:
     """Whether there were checksums to compare."""
-    with open_regular(path) as file:
+    path = _joined(directory, info.relative_path)
+    with _opened(path) as file:
         window = Window(file, info.offset, info.length)
         if window.read(4) != b"PK\3\4":
             return False
@@ -226,10 +243,18 @@ def _verify_archive(key: str, path: Path, info: StorageInfo) -> bool:
     return written
 
 
+def _opened(path: Path | str) -> Any:
+    """A file, to read and to seek in."""
+    if not isinstance(path, str):
+        return open_regular(path)
+    folder, _, name = path.rpartition("/")
+    return RemoteFolder(folder).open(name)
+
+
 class Window(RawIOBase):
     """A part of a file, as a file."""
 
-    def __init__(self, file: BufferedReader, offset: int, length: int) -> None:
+    def __init__(self, file: Any, offset: int, length: int) -> None:
         self._file, self._offset, self._length = file, offset, length
         self._at = 0
 

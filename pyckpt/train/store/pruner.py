@@ -121,11 +121,16 @@ class Pruner:
         with suppress(RuntimeError):  # the interpreter is ending; the next run prunes
             self._thread.submit(self._prune, step)
 
-    def _prune(self, committed: int) -> None:
+    def again(self) -> None:
+        """A checkpoint is no longer protected: prune."""
+        with suppress(RuntimeError):  # this object is closed, or the interpreter is ending
+            self._thread.submit(self._prune)
+
+    def _prune(self, *committed: int) -> None:
         removed = prune(
             self._catalog,
             self._retention,
-            committed=(committed,),
+            committed=committed,
             protected=self.protected,
             distrusted={*self._distrusted, *self._passed},
             busy=self._busy,

@@ -1,0 +1,1 @@
+"""The mirror of a Checkpointer's directory: in a bucket, or in another directory."""

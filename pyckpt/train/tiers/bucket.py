@@ -1,0 +1,291 @@
+"""A mirror in an object store."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+import uuid
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyckpt.errors import PyckptError, Superseded
+from pyckpt.format import commit
+from pyckpt.format import metadata as metadata_format
+from pyckpt.remote.address import open_store, telling
+from pyckpt.train.store.catalog import CheckpointInfo, directory_name, read_note, step_of
+from pyckpt.train.store.fence import FOLDER
+from pyckpt.train.store.retention import Retention, surplus
+from pyckpt.train.tiers.tier import PIECE_BYTES
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+__all__ = ["BucketTier"]
+
+_GENERATION = re.compile(r"generation-(\d{8,})")
+_PARTS_MAX = 9_000  # S3 takes 10,000 in one upload
+_PARTS_AT_A_TIME = 4
+_REMOVED_AT_A_TIME = 500
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a metadata object says, as long as it is that object."""
+
+    tag: str
+    files: dict[str, int]
+    checkpoint: CheckpointInfo
+
+
+class BucketTier:
+    """A `Tier` of objects below one URL.
+
+    An object is there as a whole or not at all, so a data object needs no other name until it is
+    complete. A conditional write of ``.metadata`` is the commit. Which job may write is decided as
+    in a directory (`Fence`): by objects ``.pyckpt/generation-00000007``, each of which only one job
+    can create.
+
+    Args:
+        url: as for ``pyckpt.remote.address.open_store``.
+        root: the directory that it mirrors.
+
+    Raises:
+        ImportError: obstore is not installed.
+        ValueError: the URL is of no kind that obstore knows.
+    """
+
+    def __init__(self, url: str, root: Path) -> None:
+        self._url = url.rstrip("/")
+        self._root = root
+        self._store: ObjectStore = open_store(self._url)
+        self._generation: int | None = None
+        self._known: dict[int, _Known] = {}
+
+    def __str__(self) -> str:
+        return self._url
+
+    def place(self, step: int) -> str:
+        return f"{self._url}/{directory_name(step)}"
+
+    def upload(self, step: int, file: Path, passing: Callable[[int], None]) -> None:
+        import obstore
+
+        name = f"{directory_name(step)}/{file.name}"
+        size = file.stat().st_size
+        if size <= PIECE_BYTES:
+            passing(size)
+            with telling(f"{self._url}/{name}"):
+                obstore.put(self._store, name, file.read_bytes(), use_multipart=False)
+            return
+        part = max(PIECE_BYTES, -(-size // _PARTS_MAX))
+        with telling(f"{self._url}/{name}"):
+            obstore.put(
+                self._store,
+                name,
+                _pieces(file, size, passing),
+                chunk_size=part,
+                max_concurrency=_PARTS_AT_A_TIME,
+            )
+
+    def sizes(self, step: int) -> dict[str, int]:
+        prefix = f"{directory_name(step)}/"
+        return {one["path"][len(prefix) :]: one["size"] for one in self._listed(prefix)}
+
+    def _listed(self, prefix: str) -> list[Any]:
+        import obstore
+
+        with telling(f"{self._url}/{prefix}"):
+            return [one for page in obstore.list(self._store, prefix) for one in page]
+
+    def commit(self, step: int, metadata: bytes, files: Collection[str]) -> None:
+        import obstore
+        from obstore.exceptions import NotSupportedError
+
+        self._fence()
+        folder = directory_name(step)
+        name = f"{folder}/{commit.metadata_name()}"
+        mode: Any = "create"
+        with telling(f"{self._url}/{name}"):
+            try:
+                found = obstore.head(self._store, name)
+                tags = {"e_tag": found["e_tag"], "version": found["version"]}
+                mode = {name: tag for name, tag in tags.items() if tag is not None}
+            except FileNotFoundError:
+                pass
+            try:
+                obstore.put(self._store, name, metadata, mode=mode, use_multipart=False)
+            except (NotSupportedError, NotImplementedError):
+                # A store without conditions; the fence alone keeps jobs apart.
+                obstore.put(self._store, name, metadata, use_multipart=False)
+        named = {*files, commit.metadata_name()}
+        self._delete([f"{folder}/{one}" for one in self.sizes(step) if one not in named])
+
+    def newest(
+        self, limit: int | None = None, without: Collection[int] = ()
+    ) -> CheckpointInfo | None:
+        for step in sorted(self._steps(), reverse=True):
+            if (limit is None or step <= limit) and step not in without:
+                found = self._examine(step)
+                if found is not None:
+                    return found
+        return None
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        found = (self._examine(step) for step in sorted(self._steps()))
+        return [one for one in found if one is not None]
+
+    def prune(
+        self, retention: Retention, *, coming: Collection[int], passed: Callable[[int], bool]
+    ) -> list[int]:
+        if retention.keep_last is None:
+            return []
+        self._fence()
+        steps = [step for step in self._steps() if step not in coming and not passed(step)]
+        examined = {step: self._examine(step) for step in steps}
+        valid = [one for one in examined.values() if one is not None]
+        newest = max((one.step for one in valid), default=-1)
+        going = surplus(valid, retention)
+        leftover = [
+            step
+            for step, one in examined.items()
+            if one is None and step < newest and self._is_leftover(step)
+        ]
+        for step in [*leftover, *going]:
+            folder = directory_name(step)
+            # First what makes it count.
+            self._delete([f"{folder}/{commit.metadata_name()}"])
+            self._delete([f"{folder}/{name}" for name in self.sizes(step)])
+            self._known.pop(step, None)
+        return going
+
+    def _is_leftover(self, step: int) -> bool:
+        """Whether all that is there of a step is what an interrupted upload, or removal, left."""
+        return all(commit.is_part(name) for name in self.sizes(step))
+
+    def _delete(self, names: list[str]) -> None:
+        import obstore
+
+        for begin in range(0, len(names), _REMOVED_AT_A_TIME):
+            some = names[begin : begin + _REMOVED_AT_A_TIME]
+            try:
+                with telling(f"{self._url}/{some[0]}"):
+                    obstore.delete(self._store, some)
+            except FileNotFoundError:
+                continue  # some stores say so; it is as wanted
+
+    # --- what is there ---
+
+    def _steps(self) -> list[int]:
+        import obstore
+
+        with telling(self._url):
+            listed = obstore.list_with_delimiter(self._store)
+        names = (path.rstrip("/").rpartition("/")[2] for path in listed["common_prefixes"])
+        return [step for step in map(step_of, names) if step is not None]
+
+    def _examine(self, step: int) -> CheckpointInfo | None:
+        """The checkpoint of a step, if it is valid: its metadata is complete, and each object that
+        it names has its size. Damage in it raises no error."""
+        import obstore
+
+        name = f"{directory_name(step)}/{commit.metadata_name()}"
+        try:
+            with telling(f"{self._url}/{name}"):
+                found = obstore.get(self._store, name)
+                tag = found.meta["e_tag"] or str(found.meta["last_modified"])
+                known = self._known.get(step)
+                if known is None or known.tag != tag:
+                    if found.meta["size"] > metadata_format.SIZE_MAX:
+                        return None
+                    known = self._read(step, tag, bytes(found.bytes()))
+                    self._known[step] = known
+        except (FileNotFoundError, PyckptError):
+            return None
+        sizes = self.sizes(step)
+        if any(sizes.get(file) != size for file, size in known.files.items()):
+            return None
+        return known.checkpoint
+
+    def _read(self, step: int, tag: str, data: bytes) -> _Known:
+        place = self.place(step)
+        metadata = metadata_format.decode(data, path=f"{place}/{commit.metadata_name()}")
+        files = metadata_format.data_files(metadata)
+        final, metrics = read_note(place, metadata, step, partial(self._range, place))
+        checkpoint = CheckpointInfo(
+            step,
+            self._root / directory_name(step),
+            final=final,
+            metrics=metrics,
+            bytes=sum(files.values()),
+            mirror=place,
+            is_local=False,
+        )
+        return _Known(tag, files, checkpoint)
+
+    def _range(self, place: str, name: str, offset: int, length: int) -> bytes:
+        import obstore
+
+        path = f"{place.removeprefix(self._url)[1:]}/{name}"
+        with telling(f"{place}/{name}"):
+            return bytes(obstore.get_range(self._store, path, start=offset, length=length))
+
+    # --- which job may write ---
+
+    def _fence(self) -> None:
+        """Raise if another job has begun to write there since this one did. The first time, begin.
+
+        Raises:
+            Superseded: another job has.
+        """
+        generations = self._generations()
+        newest = max(generations, default=0)
+        if self._generation is None:
+            self._generation = self._take(newest)
+            older = [n for n in generations if n < self._generation]
+            self._delete([f"{FOLDER}/generation-{n:08d}" for n in older])
+        elif newest != self._generation:
+            raise Superseded(
+                f"{self._url}: another job has begun to write there since this job did, so this "
+                "one no longer does. If it is the one that should, end the other and start it again"
+            )
+
+    def _take(self, newest: int) -> int:
+        import obstore
+
+        content = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}".encode()
+        while True:
+            newest += 1
+            name = f"{FOLDER}/generation-{newest:08d}"
+            try:
+                with telling(f"{self._url}/{name}"):
+                    obstore.put(self._store, name, content, mode="create", use_multipart=False)
+            except FileExistsError:
+                continue  # another job has it
+            except NotImplementedError:
+                obstore.put(self._store, name, content, use_multipart=False)
+            return newest
+
+    def _generations(self) -> list[int]:
+        names = (one["path"].rpartition("/")[2] for one in self._listed(f"{FOLDER}/"))
+        matches = map(_GENERATION.fullmatch, names)
+        return [int(match[1]) for match in matches if match is not None]
+
+
+def _pieces(file: Path, size: int, passing: Callable[[int], None]) -> Iterator[bytes]:
+    with open(file, "rb", buffering=0) as reader:
+        at = 0
+        while at < size:
+            count = min(PIECE_BYTES, size - at)
+            passing(count)
+            piece = os.pread(reader.fileno(), count, at)
+            if not piece:
+                raise OSError(
+                    errno.EIO, f"{size} bytes were expected, and it ends at {at}", str(file)
+                )
+            at += len(piece)
+            yield piece

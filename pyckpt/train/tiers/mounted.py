@@ -1,0 +1,121 @@
+"""A mirror in a directory: a shared file system, or what is mounted like one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from pyckpt.format import commit
+from pyckpt.train.store.catalog import Catalog, CheckpointInfo
+from pyckpt.train.store.fence import Fence
+from pyckpt.train.store.pruner import prune
+from pyckpt.train.store.retention import Retention
+from pyckpt.train.tiers.tier import PIECE_BYTES
+
+__all__ = ["MountedTier"]
+
+
+class MountedTier:
+    """A `Tier` in a directory. It is like the directory of a Checkpointer: the same names, the same
+    commit, the same fence between jobs.
+
+    Args:
+        directory: of the mirror.
+        root: the directory that it mirrors.
+    """
+
+    def __init__(self, directory: Path, root: Path) -> None:
+        self._directory = directory
+        self._root = root
+        self._catalog = Catalog(directory)
+        self._fence = Fence(directory)
+
+    def __str__(self) -> str:
+        return str(self._directory)
+
+    def place(self, step: int) -> Path:
+        return self._catalog.path(step)
+
+    def upload(self, step: int, file: Path, passing: Callable[[int], None]) -> None:
+        directory = self._catalog.path(step)
+        commit.make_directory(directory, sync=True)
+        if not (directory / commit.metadata_name()).exists():
+            commit.make_mark(directory, sync=True)
+        target = directory / file.name
+        # The name of a data file, so that whoever sweeps removes what a kill leaves.
+        temporary = directory / f"{file.stem}.{uuid.uuid4().hex}.distcp"
+        try:
+            _copy(file, temporary, passing)
+            os.replace(temporary, target)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+        commit.sync_directory(directory)
+
+    def sizes(self, step: int) -> dict[str, int]:
+        try:
+            with os.scandir(self._catalog.path(step)) as entries:
+                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+        except FileNotFoundError:
+            return {}
+
+    def commit(self, step: int, metadata: bytes, files: Collection[str]) -> None:
+        directory = self._catalog.path(step)
+        name = commit.metadata_name()
+        with self._fence.held():
+            commit.commit_metadata(directory, name, metadata, sync=True)
+            commit.remove_unnamed(directory, set(files), committed=name)
+
+    def newest(
+        self, limit: int | None = None, without: Collection[int] = ()
+    ) -> CheckpointInfo | None:
+        found = self._catalog.newest_first(limit)
+        return next((self._mirrored(one) for one in found if one.step not in without), None)
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        found = (one.checkpoint for one in self._catalog.entries())
+        return [self._mirrored(one) for one in found if one is not None]
+
+    def _mirrored(self, found: CheckpointInfo) -> CheckpointInfo:
+        path = self._root / found.path.name
+        return replace(found, path=path, mirror=str(found.path), is_local=False)
+
+    def prune(
+        self, retention: Retention, *, coming: Collection[int], passed: Callable[[int], bool]
+    ) -> list[int]:
+        return prune(
+            self._catalog,
+            retention,
+            distrusted=[step for step in self._catalog.steps() if passed(step)],
+            busy=coming,
+            allowed=self._fence.held,
+        )
+
+
+def _copy(source: Path, target: Path, passing: Callable[[int], None]) -> None:
+    """Copy a file, durably, without filling the page cache with it."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with (
+        open(source, "rb", buffering=0) as reader,
+        open(os.open(target, flags, 0o666), "wb", buffering=0) as writer,
+    ):
+        size = os.fstat(reader.fileno()).st_size
+        at = 0
+        while at < size:
+            count = min(PIECE_BYTES, size - at)
+            passing(count)
+            copied = os.sendfile(writer.fileno(), reader.fileno(), at, count)
+            if not copied:
+                why = f"{size} bytes were expected, and it ends at {at}"
+                raise OSError(errno.EIO, why, str(source))
+            at += copied
+        os.fsync(writer.fileno())
+        for file in (reader, writer):
+            with suppress(OSError):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

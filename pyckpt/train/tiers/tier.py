@@ -1,0 +1,112 @@
+"""What a mirror must be able to do, whatever holds it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Protocol
+
+from pyckpt.errors import PyckptError
+from pyckpt.locks import fork_safe_lock
+from pyckpt.train.store.catalog import CheckpointInfo
+from pyckpt.train.store.retention import Retention
+
+__all__ = ["PIECE_BYTES", "Stopped", "Throttle", "Tier"]
+
+PIECE_BYTES = 8 << 20
+"""An upload reads so much at a time; with few uploads at a time this bounds their memory."""
+
+
+class Stopped(PyckptError):
+    """An upload was given up, because its result is not wanted any more."""
+
+
+class Throttle:
+    """Lets bytes pass at a bounded rate. Any thread may use it.
+
+    Args:
+        bytes_per_second: the rate; None for no bound.
+    """
+
+    def __init__(self, bytes_per_second: float | None) -> None:
+        self._rate = bytes_per_second
+        self._lock = fork_safe_lock()
+        self._free_at = 0.0
+
+    def pass_(self, count: int, wait: Callable[[float], bool]) -> None:
+        """Wait until ``count`` more bytes may go.
+
+        Args:
+            wait: sleeps for some seconds; returns whether to give up instead.
+
+        Raises:
+            Stopped: ``wait`` said so.
+        """
+        delay = 0.0
+        if self._rate is not None:
+            with self._lock:
+                now = time.monotonic()
+                delay = max(0.0, self._free_at - now)
+                self._free_at = max(self._free_at, now) + count / self._rate
+        if wait(delay):
+            raise Stopped("the upload was given up")
+
+
+class Tier(Protocol):
+    """Checkpoints somewhere else, under the names that they have in the Checkpointer's directory.
+
+    Any thread may call the methods. All raise ``OSError``.
+    """
+
+    def __str__(self) -> str:
+        """Its address."""
+
+    def place(self, step: int) -> Path | str:
+        """Where a step's checkpoint is, or would be: what ``pyckpt.load`` takes."""
+
+    def upload(self, step: int, file: Path, passing: Callable[[int], None]) -> None:
+        """Copy a data file there. Until all is copied, it has no such name there.
+
+        Args:
+            passing: called with a number of bytes, before these are copied. It may raise.
+        """
+
+    def sizes(self, step: int) -> dict[str, int]:
+        """Names and bytes of what is there of a step; none if nothing is."""
+
+    def commit(self, step: int, metadata: bytes, files: Collection[str]) -> None:
+        """Make a step count, and remove the data files there that no longer do.
+
+        Args:
+            metadata: the bytes of its ``.metadata``.
+            files: the names of the data files that it names.
+
+        Raises:
+            Superseded: another job has begun to write there.
+        """
+
+    def newest(
+        self, limit: int | None = None, without: Collection[int] = ()
+    ) -> CheckpointInfo | None:
+        """The newest valid checkpoint there, of those up to step ``limit``.
+
+        Args:
+            without: steps to pass over.
+        """
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """The valid checkpoints there, oldest first."""
+
+    def prune(
+        self, retention: Retention, *, coming: Collection[int], passed: Callable[[int], bool]
+    ) -> list[int]:
+        """Remove the checkpoints that need not be kept, and what interrupted uploads left.
+
+        Args:
+            coming: steps that are not there yet, or not all of them. They stay.
+            passed: whether the checkpoint of a step is not counted, and stays.
+
+        Returns:
+            The steps whose checkpoints were removed.
+        """

@@ -1,0 +1,47 @@
+"""A server that speaks S3, for tests: moto's, in this process."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from pyckpt.remote import address
+
+
+def settings() -> dict[str, str]:
+    """What the environment says of AWS."""
+    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+
+
+@contextmanager
+def bucket(name: str = "runs") -> Iterator[Any]:
+    """A bucket, as boto3 has it. Meanwhile the environment has all of obstore's settings for it;
+    `settings` is what to give to child processes, which have another environment."""
+    server_module = pytest.importorskip("moto.server")
+    import boto3
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    found = {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+    }
+    with mock.patch.dict(os.environ, found):
+        address.open_store.cache_clear()
+        try:
+            store = boto3.resource("s3", endpoint_url=found["AWS_ENDPOINT_URL"])
+            yield store.create_bucket(Bucket=name)
+        finally:
+            server.stop()
+            address.open_store.cache_clear()
