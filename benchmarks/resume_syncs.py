@@ -13,7 +13,7 @@ script shows where their state lies, and counts what the host would read.
 To see it as the thread did:
 
     nsys profile --trace cuda,nvtx python benchmarks/resume_syncs.py --variant "moved to the GPU"
-    python -m pyckpt.profiling.nsys report1.nsys-rep --range optimizer
+    pyckpt syncs report1.nsys-rep --range optimizer
 """
 
 from __future__ import annotations

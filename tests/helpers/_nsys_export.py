@@ -191,3 +191,18 @@ class Export:
         connection.commit()
         connection.close()
         return path
+
+
+def steps(reads: int, **options: object) -> Export:
+    """Ten steps of a training loop; in each, ``reads`` scalars are read in the optimizer's range,
+    and one, the loss, outside of it."""
+    export = Export(**options)  # type: ignore[arg-type]
+    export.add("ThreadNames", nameId=export.string("python3"), globalTid=MAIN)
+    for step in range(10):
+        begin = step * 100_000
+        export.range("it step", begin, begin + 90_000)
+        export.item(begin + 100)
+        export.range("optimizer", begin + 1_000, begin + 80_000, registered=True)
+        for number in range(reads):
+            export.item(begin + 2_000 + 200 * number)
+    return export

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sqlite3
 import sys
 from pathlib import Path
 
 import pytest
-from _nsys_export import ENUMS, MAIN, OTHER_PROCESS, PROCESS, WORKER, Export
+from _nsys_export import ENUMS, MAIN, OTHER_PROCESS, PROCESS, WORKER, Export, steps
 
-from pyckpt.profiling import nsys
 from pyckpt.profiling.nsys import CopyRow, Report, SyncRow, compare, read
-from pyckpt.profiling.nsys.__main__ import main
 from pyckpt.profiling.nsys.database import base_name
 
 
@@ -22,23 +19,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "report.sqlite"
 
 
-def resumed(reads: int, **options: object) -> Export:
-    """Ten steps of a training loop; in each, ``reads`` scalars are read in the optimizer's range,
-    and one, the loss, outside of it."""
-    export = Export(**options)  # type: ignore[arg-type]
-    export.add("ThreadNames", nameId=export.string("python3"), globalTid=MAIN)
-    for step in range(10):
-        begin = step * 100_000
-        export.range("it step", begin, begin + 90_000)
-        export.item(begin + 100)
-        export.range("optimizer", begin + 1_000, begin + 80_000, registered=True)
-        for number in range(reads):
-            export.item(begin + 2_000 + 200 * number)
-    return export
-
-
 def test_syncs_and_copies_by_range(path: Path) -> None:
-    report = read(resumed(20).write(path))
+    report = read(steps(20).write(path))
     assert report.version == "2024.6.2.225"
     assert report.notes == ()
     assert {name: info.instances for name, info in report.ranges.items()} == {
@@ -231,20 +213,20 @@ def test_ids_are_looked_up_by_name(path: Path) -> None:
 def test_absent_tables_and_columns(
     path: Path, without: list[str], enums: dict[str, dict[int, str]] | None
 ) -> None:
-    export = resumed(3, without=without, extra=["eventSyncId"], enums=enums)
+    export = steps(3, without=without, extra=["eventSyncId"], enums=enums)
     totals = read(export.write(path)).totals(range="optimizer")
     assert (totals.instances, totals.stream_syncs, totals.d2h_bytes) == (10, 30, 120)
 
 
 def test_columns_of_memory_kinds_are_optional(path: Path) -> None:
     table = "CUPTI_ACTIVITY_KIND_MEMCPY"
-    export = resumed(1, without=[f"{table}.srcKind", f"{table}.dstKind"])
+    export = steps(1, without=[f"{table}.srcKind", f"{table}.dstKind"])
     (row,) = read(export.write(path)).copies()
     assert (row.source, row.destination, row.count) == ("unknown", "unknown", 20)
 
 
 def test_a_report_without_nvtx_or_calls(path: Path) -> None:
-    export = resumed(2, without=["NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_RUNTIME"])
+    export = steps(2, without=["NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_RUNTIME"])
     report = read(export.write(path))
     assert len(report.notes) == 2
     assert "no CUDA API calls" in report.notes[0]
@@ -294,7 +276,7 @@ def test_what_is_no_report(tmp_path: Path) -> None:
 
 
 def test_no_such_range(path: Path) -> None:
-    report = read(resumed(1).write(path))
+    report = read(steps(1).write(path))
     for ask in (report.totals, report.syncs, report.copies, report.as_dict):
         with pytest.raises(ValueError, match="'optimiser'; there is 'optimizer'"):
             ask(range="optimiser")  # type: ignore[operator]
@@ -310,7 +292,7 @@ def fake_nsys(directory: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_nsys_rep_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = tmp_path / "run.nsys-rep"
-    resumed(4).write(recorded)
+    steps(4).write(recorded)
     fake_nsys(
         tmp_path,
         "assert sys.argv[1:5] == ['export', '--type', 'sqlite', '--output'], sys.argv\n"
@@ -344,8 +326,8 @@ def test_an_nsys_rep_that_cannot_be_exported(
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
     return (
-        resumed(20).write(tmp_path / "before.sqlite"),
-        resumed(0).write(tmp_path / "after.sqlite"),
+        steps(20).write(tmp_path / "before.sqlite"),
+        steps(0).write(tmp_path / "after.sqlite"),
     )
 
 
@@ -375,53 +357,6 @@ def test_a_range_that_one_report_lacks(pair: tuple[Path, Path], path: Path) -> N
         compare(without, without, range="optimizer")
 
 
-def test_command_line_json(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(pair[0]), "--json"]) == 0
-    content = json.loads(capsys.readouterr().out)
-    assert content["totals"]["stream_syncs"] == 210
-    assert content["ranges"]["optimizer"]["totals"]["d2h_bytes"] == 800
-    assert content["syncs"][0]["api"] == "cudaStreamSynchronize"
-    assert main([str(pair[0]), str(pair[1]), "--range", "optimizer", "--json"]) == 0
-    content = json.loads(capsys.readouterr().out)
-    assert content["range"] == "optimizer"
-    assert {"name": "d2h_copies", "before": 200, "after": 0} in content["totals"]
-
-
-def test_command_line_tables(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("rich")
-
-    def rows(*arguments: str) -> list[list[str]]:
-        assert main([*map(str, arguments)]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
-
-    shown = rows(str(pair[0]))
-    waited = f"{200 * 100e-6:,.3f}"
-    line = ["optimizer", "10", "200", "0", "0", "0", waited, "200", "800", "0", "0"]
-    assert line in shown
-    assert [f"python3 {0x123}", "cudaStreamSynchronize", "stream", "210", "0.021"] in shown
-    assert not any(row[0] == "it step" for row in rows(str(pair[0]), "--range", "optimizer"))
-    assert ["stream_syncs", "210", "10", "-200"] in rows(str(pair[0]), str(pair[1]))
-
-
-def test_command_line_errors(
-    pair: tuple[Path, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert main([str(tmp_path / "absent.sqlite")]) == 1
-    assert "absent.sqlite" in capsys.readouterr().err
-    assert main([str(pair[0]), "--range", "nothing"]) == 1
-    assert "no NVTX range is called 'nothing'" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.delitem(sys.modules, "pyckpt.profiling.nsys.tables", raising=False)
-    monkeypatch.delattr(nsys, "tables", raising=False)
-    assert main([str(pair[0])]) == 1
-    assert "pip install 'pyckpt[profiling]'" in capsys.readouterr().err
-    assert main([str(pair[0]), "--json"]) == 0
-
-
 ENDLESS = (
     "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r) "
     'SELECT n AS start, n AS "end", 1 AS globalTid, n AS correlationId, 1 AS nameId FROM r'
@@ -446,14 +381,6 @@ def test_databases_that_are_no_reports(path: Path, definition: str, message: str
     connection.close()
     with pytest.raises(ValueError, match=message):
         read(path)
-
-
-def test_markup_in_names_is_shown_as_it_is(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("rich")
-    export = Export()
-    export.range("[bold]step[/] 1", 0, 10)
-    assert main([str(export.write(path))]) == 0
-    assert "[bold]step[/] 1" in capsys.readouterr().out
 
 
 def test_ids_hold_process_and_thread() -> None:

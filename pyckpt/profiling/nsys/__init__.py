@@ -2,7 +2,7 @@
 
 Record with ``nsys profile --trace cuda,nvtx``, then::
 
-    python -m pyckpt.profiling.nsys before.nsys-rep after.nsys-rep --range optimizer
+    pyckpt syncs after.nsys-rep --against before.nsys-rep --range optimizer
 
 or from Python: `read` a report, ask it for `Report.totals`, `Report.syncs` and `Report.copies` of a
 range, and `compare` it with another.

@@ -38,6 +38,11 @@ class Comparison:
     copies: tuple[Difference, ...]
     """Copies, by direction and kinds of memory."""
 
+    @property
+    def more_syncs(self) -> bool:
+        """Whether stream, device and event synchronisations together are more than before."""
+        return sum(row.change for row in self.totals if row.name.endswith("_syncs")) > 0
+
     def as_dict(self) -> dict[str, Any]:
         """All of it, in a form for JSON."""
         return asdict(self)

@@ -1,30 +1,69 @@
-"""Reports and comparisons as tables on a terminal. Needs rich."""
+"""``pyckpt syncs``: how often the host waited, by a report of Nsight Systems, or by two."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-try:
-    from rich.console import Console
-    from rich.table import Table
-except ImportError as error:
-    raise ImportError(
-        "tables need rich: pip install 'pyckpt[profiling]'; --json needs nothing"
-    ) from error
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from pyckpt.profiling.nsys.comparison import Comparison, Difference
-from pyckpt.profiling.nsys.report import Report
+from pyckpt.cli.output import BAD, AsJson, console, print_json
+from pyckpt.printable import printable
 
-__all__ = ["Console", "show_comparison", "show_report"]
+if TYPE_CHECKING:
+    from pyckpt.profiling.nsys import Comparison, Difference, Report
+
+__all__ = ["syncs"]
 
 
-def show_report(report: Report, *, range: str | None, console: Console) -> None:
-    console.print(
-        f"[bold]{report.path}[/]" + (f", nsys {report.version}" if report.version else "")
-    )
+def syncs(
+    report: Annotated[
+        Path, typer.Argument(help="An .nsys-rep, or what nsys export --type sqlite made of one.")
+    ],
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OTHER",
+            help="Another report, from before a change. If REPORT has more synchronisations, the "
+            "exit status is 1.",
+        ),
+    ] = None,
+    range: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only what happens in this NVTX range.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Count synchronisations and copies in a report of Nsight Systems.
+
+    Record with: nsys profile --trace cuda,nvtx python train.py
+    """
+    from pyckpt.profiling.nsys import compare, read
+
+    shown = read(report)
+    if against is None:
+        if as_json:
+            print_json(shown.as_dict(range=range))
+        else:
+            _show_report(shown, range=range, console=console())
+        return
+    comparison = compare(read(against), shown, range=range)
+    if as_json:
+        print_json(comparison.as_dict())
+    else:
+        _show_comparison(comparison, console=console())
+    if comparison.more_syncs:
+        raise typer.Exit(BAD)
+
+
+def _show_report(report: Report, *, range: str | None, console: Console) -> None:
+    version = f", nsys {report.version}" if report.version else ""
+    console.print(printable(f"{report.path}{version}"), style="bold")
     for note in report.notes:
-        console.print(f"  {note}", style="yellow", markup=False)
+        console.print(f"  {note}", style="yellow")
     names: list[str | None] = [None, *sorted(report.ranges)] if range is None else [range]
     rows = []
     for name in names:
@@ -64,8 +103,8 @@ def show_report(report: Report, *, range: str | None, console: Console) -> None:
     )
 
 
-def show_comparison(comparison: Comparison, *, console: Console) -> None:
-    console.print(f"before: {comparison.before}\nafter:  {comparison.after}", markup=False)
+def _show_comparison(comparison: Comparison, *, console: Console) -> None:
+    console.print(f"before: {printable(comparison.before)}\nafter:  {printable(comparison.after)}")
     where = "" if comparison.range is None else f" in {comparison.range}"
     headings = ("", "before", "after", "change")
     for title, differences in (
@@ -92,8 +131,8 @@ def _print(
         numbers = all(row[index].strip("+-0123456789,.") == "" for row in rows)
         table.add_column(heading, justify="right" if numbers and index else "left")
     for row in rows:
-        # Names of ranges may contain brackets, which rich would take for markup.
-        table.add_row(*(cell.replace("[", r"\[") for cell in row))
+        # A plain str in a table would be read as markup.
+        table.add_row(*(Text(cell) for cell in row))
     if rows:
         console.print(table)
 
@@ -101,4 +140,4 @@ def _print(
 def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.3f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int) else printable(str(value))
