@@ -17,8 +17,8 @@ PACKAGE = Path(pyckpt.__file__).parent
 FLOOR = {"_C", "collector", "errors", "locks", "printable", "timeline"}
 """What every room may use."""
 MAY_USE = {
-    "": {"_extension", "dcp", "engine", "errors", "layouts", "optim", "statistics", "train"}
-    | {"train.state", "train.store"},
+    "": {"_extension", "dcp", "engine", "errors", "layouts", "optim", "recording", "statistics"}
+    | {"train", "train.state", "train.store"},
     "_extension": {"_C", "_build"},
     "_build": set(),
     "_C": set(),
@@ -26,6 +26,7 @@ MAY_USE = {
     "printable": set(),
     "locks": set(),
     "timeline": set(),
+    "recording": {"_C", "timeline"},
     "collector": {"locks"},
     "guard": {"locks"},
     "layouts": set(),
@@ -48,9 +49,10 @@ MAY_USE = {
     "train.tiers": FLOOR | {"format", "remote", "train.arguments", "train.store"},
     "train.sync": FLOOR | {"dcp", "train.arguments"},
     "profiling": {"locks"},
+    "tools": FLOOR | {"", "engine", "statistics"},
     "__main__": {"cli"},
     "cli": FLOOR
-    | {"", "dcp", "engine", "format", "optim", "profiling", "statistics", "train"}
+    | {"", "dcp", "engine", "format", "optim", "profiling", "statistics", "tools", "train"}
     | {"train.state", "train.store"},
     # What a program could import; nothing else imports an integration.
     "integrations": FLOOR
