@@ -173,4 +173,5 @@ PYBIND11_MODULE(_C, module) {
   pyckpt::register_plain_reads(module);
   pyckpt::register_described(module);
   pyckpt::register_plan(module);
+  pyckpt::register_timeline(module);
 }

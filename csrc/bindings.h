@@ -80,5 +80,6 @@ void register_metadata(py::module_& module);
 void register_plain_reads(py::module_& module);
 void register_described(py::module_& module);
 void register_plan(py::module_& module);
+void register_timeline(py::module_& module);
 
 }  // namespace pyckpt

@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "crc32.h"
-#include "nvtx.h"
 #include "sizes.h"
+#include "timeline.h"
 
 namespace pyckpt {
 namespace {
@@ -49,7 +49,7 @@ std::optional<size_t> HostCopies::take(size_t limit) noexcept {
 
 void HostCopies::copy(size_t index, const Job& job) {
   const Unit& unit = units_[index];
-  const NvtxRange range("stage", unit.size);
+  const Span span("stage", unit.size);
   if (unit.copies == 1) {
     copy_piece(copies_[unit.copy], unit.begin, unit.size, job);
     return;

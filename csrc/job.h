@@ -9,7 +9,7 @@
 #include <exception>
 
 #include "mutex.h"
-#include "nvtx.h"
+#include "timeline.h"
 
 namespace pyckpt {
 
@@ -52,8 +52,7 @@ class Job {
   std::atomic<int64_t> total_ns_{-1};  // -1 while it runs
 };
 
-// Seconds that several threads spent on one thing, added up. Each lap is an NVTX range of that
-// name.
+// Seconds that several threads spent on one thing, added up. Each lap is a span of that name.
 class Stopwatch {
  public:
   explicit Stopwatch(const char* name) : name_(name) {}
@@ -64,7 +63,7 @@ class Stopwatch {
   class Lap {
    public:
     Lap(Stopwatch* watch, uint64_t bytes)
-        : range_(watch->name_, bytes), watch_(watch), start_(Clock::now()) {}
+        : span_(watch->name_, bytes), watch_(watch), start_(Clock::now()) {}
     Lap(const Lap&) = delete;
     Lap& operator=(const Lap&) = delete;
     ~Lap() {
@@ -73,7 +72,7 @@ class Stopwatch {
     }
 
    private:
-    const NvtxRange range_;
+    const Span span_;
     Stopwatch* const watch_;
     const Clock::time_point start_;
   };

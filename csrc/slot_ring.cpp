@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "error.h"
+#include "timeline.h"
 
 namespace pyckpt {
 
@@ -31,7 +32,10 @@ SlotRing::SlotRing(size_t slots, size_t slot_bytes)
 Slot SlotRing::acquire(bool* waited) {
   Lock lock(mutex_);
   *waited = free_count_ == 0 && !closed_;
-  freed_.wait(lock, [this]() REQUIRES(mutex_) { return closed_ || free_count_ != 0; });
+  if (*waited) {
+    const Span span("wait for a slot", slot_bytes_);
+    freed_.wait(lock, [this]() REQUIRES(mutex_) { return closed_ || free_count_ != 0; });
+  }
   if (closed_) throw EngineClosed("the engine was closed");
   return take_front();
 }

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "sizes.h"
+#include "timeline.h"
 
 namespace pyckpt {
 namespace {
@@ -172,6 +173,7 @@ bool StageJob::do_unit(size_t limit) noexcept {
 
 // A thread of the engine must not help here: that would take processors from the program.
 void StageJob::wait_for(Staged* staged) {
+  const Span span("wait for a copy", staged->size());
   if (!staged->ticket_) {
     Lock lock(mutex_);
     changed_.wait(lock, [&]() REQUIRES(mutex_) { return error_ || staged->complete_.load(); });

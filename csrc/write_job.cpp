@@ -9,6 +9,7 @@
 #include "error.h"
 #include "sizes.h"
 #include "stage_job.h"
+#include "timeline.h"
 #include "transfer_batch.h"
 
 namespace pyckpt {
@@ -333,6 +334,7 @@ void WriteJob::count_off(const Piece& piece, uint32_t crc) {
 bool WriteJob::wait_for_checksum(const Item& item) {
   const auto complete = [&] { return item.pieces_left.load(std::memory_order_acquire) == 0; };
   if (complete()) return true;
+  const Span span("wait for a checksum", item.source.size);
   Lock lock(mutex_);
   changed_.wait(lock, [&]() REQUIRES(mutex_) { return error_ || complete(); });
   return complete();

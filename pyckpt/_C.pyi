@@ -34,6 +34,15 @@ def is_tiling(
     """Whether each element of a tensor is in exactly one of the boxes; one that is given twice
     counts once. Raises ValueError for boxes that cannot be compared in reasonable time."""
 
+def start_timeline() -> bool:
+    """Begin to record what native threads do. Returns False, and does nothing, if that is under
+    way."""
+
+def stop_timeline() -> list[tuple[int, str, list[tuple[str, int, int, int]], int]]:
+    """End the recording. For each thread: its number in the kernel, its name, its spans, and how
+    many had no room. A span is a name, its begin and end in nanoseconds of ``time.monotonic_ns``,
+    and its bytes."""
+
 class Envelope:
     """The bytes before and after a tensor's raw bytes; see ``pyckpt.format.envelope``."""
 
