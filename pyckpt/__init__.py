@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pyckpt.dcp.to_torch import to_torch
     from pyckpt.dcp.writer import DirectWriter
     from pyckpt.engine import Engine, configure
+    from pyckpt.recording import record_timeline
     from pyckpt.statistics import ReadStatistics, WriteStatistics
     from pyckpt.train.advice import Advice
     from pyckpt.train.checkpointer import Checkpointer
@@ -76,6 +77,7 @@ __all__ = [
     "load",
     "merges",
     "optim",
+    "record_timeline",
     "save",
     "to_torch",
 ]
@@ -110,6 +112,7 @@ _HOMES = {
     "configure": "pyckpt.engine",
     "export": "pyckpt.train.store.export",
     "load": "pyckpt.dcp.load",
+    "record_timeline": "pyckpt.recording",
     "save": "pyckpt.train.save",
     "to_torch": "pyckpt.dcp.to_torch",
 }

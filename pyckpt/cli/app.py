@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from pyckpt.cli import doctor, syncs
+from pyckpt.cli import doctor, syncs, timeline
 from pyckpt.cli.output import FAILED, complain
 from pyckpt.errors import PyckptError
 
@@ -52,6 +52,7 @@ def _common(
 # One line for each module:
 app.command("doctor")(doctor.doctor)
 app.command("syncs")(syncs.syncs)
+app.command("timeline")(timeline.timeline)
 
 
 def run() -> None:

@@ -38,6 +38,7 @@ from pyckpt.format.columns import columns_of
 from pyckpt.format.paths import path_of, paths
 from pyckpt.locks import fork_safe_lock
 from pyckpt.private import create_chunk_list, narrow_tensor_by_index
+from pyckpt.timeline import named
 
 __all__ = ["LoadPlanner"]
 
@@ -163,6 +164,10 @@ class LoadPlanner(DefaultLoadPlanner):
             LoadError: keys are missing or unexpected and the policy is "error", or shapes differ.
             CorruptCheckpoint: the metadata contradicts itself, or lacks a part of a tensor.
         """
+        with named("plan"):
+            return self._create_local_plan()
+
+    def _create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         all_saved = self.metadata.state_dict_metadata
         values = self.state_dict

@@ -23,6 +23,7 @@ from pyckpt.private import ExtensionRegistry
 from pyckpt.remote.address import is_url, local_path
 from pyckpt.remote.folder import RemoteFolder
 from pyckpt.statistics import ReadStatistics
+from pyckpt.timeline import named
 
 __all__ = ["DirectReader"]
 
@@ -134,7 +135,8 @@ class DirectReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         name = commit.metadata_name(kwargs.get("rank"))
         try:
-            metadata = read_metadata(self._folder, name)
+            with named("read metadata"):
+                metadata = read_metadata(self._folder, name)
         except FileNotFoundError:
             if _has_lost_metadata(self.path):
                 raise FileNotFoundError(
@@ -173,7 +175,8 @@ class DirectReader(StorageReader):
             extension_registry=self.extension_registry,
         )
         self._loads = [*self._loads, load]  # a new list: another thread may be at the old one
-        load.run(plan.items)
+        with named("read"):
+            load.run(plan.items)
         future: Future[None] = Future()
         future.set_result(None)
         return future

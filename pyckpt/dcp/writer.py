@@ -363,7 +363,7 @@ class DirectWriter(StorageWriter):
         if plan is not None and not plan.is_plan_of(metadata):
             plan = None  # the planner has replaced the metadata
         try:
-            with collector_paused():
+            with named("describe"), collector_paused():
                 data, files = describe(
                     metadata, results, plan, path=self.path, save_id=self._save_id
                 )
