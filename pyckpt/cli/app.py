@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from pyckpt.cli import doctor, syncs, timeline
+from pyckpt.cli import bench, doctor, syncs, timeline
 from pyckpt.cli.output import FAILED, complain
 from pyckpt.errors import PyckptError
 
@@ -50,6 +50,7 @@ def _common(
 
 # A command's module imports what it works with in its functions, so that the others start quickly.
 # One line for each module:
+app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
 app.command("syncs")(syncs.syncs)
 app.command("timeline")(timeline.timeline)
