@@ -1,1 +1,1 @@
-"""What the command line does, for programs: each module returns data and prints nothing."""
+"""What the command line shows of checkpoints, as functions that any program may call."""
