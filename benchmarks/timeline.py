@@ -15,12 +15,13 @@ import statistics
 import tempfile
 import time
 import warnings
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from _common import ROOT
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import pyckpt
 from pyckpt.tools.picture import draw
@@ -81,7 +82,9 @@ def record(state: dict[str, torch.Tensor], place: Path, picture: Path) -> None:
         shutil.rmtree(place / "checkpoint", ignore_errors=True)
         with pyckpt.record_timeline(trace):
             writer = pyckpt.DirectWriter(place / "checkpoint", stager=stager)
-            dcp.async_save(state, storage_writer=writer, planner=pyckpt.SavePlanner()).result()
+            future = async_save(state, storage_writer=writer, planner=pyckpt.SavePlanner())
+            assert isinstance(future, Future)
+            future.result()
             pyckpt.load(state, place / "checkpoint")
     draw(read_traces([trace]), picture)
     print(f"{picture}: {picture.stat().st_size / 1e3:.0f} kB")

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import pyckpt
 from pyckpt.tools.bench.series import WrongBytes
@@ -139,12 +141,12 @@ class Checkpoints:
     def save_stock(self, name: str) -> None:
         path = self._directory / name
         with _quiet():
-            dcp.save(self.state, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+            save(self.state, storage_writer=FileSystemWriter(path), no_dist=True)
 
     def load_stock(self, name: str) -> None:
         path = self._directory / name
         with _quiet():
-            dcp.load(self._target, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+            load(self._target, storage_reader=FileSystemReader(path), no_dist=True)
 
     def check(self, name: str) -> None:
         """Load what was saved under the name, and compare all bytes.
