@@ -73,9 +73,9 @@ TEST(Timeline, EachThreadHasItsTrackAndName) {
   constexpr size_t kThreads = 4, kSpans = 3000;  // several chunks
   ASSERT_TRUE(Timeline::start());
   {
-    IoThreads threads(kThreads, "test-track");
     std::atomic<size_t> arrived{0};
     Gate all;
+    IoThreads threads(kThreads, "test-track");  // ends first: it uses the others
     for (size_t i = 0; i < kThreads; ++i) {
       threads.submit([&] {
         if (arrived.fetch_add(1) + 1 == kThreads) all.open();
