@@ -19,7 +19,8 @@ del check_extension
 from pyckpt import errors, layouts  # noqa: E402
 
 if TYPE_CHECKING:
-    from pyckpt import optim
+    from pyckpt import convert, optim
+    from pyckpt.convert.load_model import load_model
     from pyckpt.dcp.load import load
     from pyckpt.dcp.planner import LoadPlanner
     from pyckpt.dcp.reader import DirectReader
@@ -70,10 +71,12 @@ __all__ = [
     "Trainable",
     "WriteStatistics",
     "configure",
+    "convert",
     "errors",
     "export",
     "layouts",
     "load",
+    "load_model",
     "merges",
     "optim",
     "save",
@@ -110,11 +113,16 @@ _HOMES = {
     "configure": "pyckpt.engine",
     "export": "pyckpt.train.store.export",
     "load": "pyckpt.dcp.load",
+    "load_model": "pyckpt.convert.load_model",
     "save": "pyckpt.train.save",
     "to_torch": "pyckpt.dcp.to_torch",
 }
 
-_MODULES = {"merges": "pyckpt.train.state.merges", "optim": "pyckpt.optim"}
+_MODULES = {
+    "convert": "pyckpt.convert",
+    "merges": "pyckpt.train.state.merges",
+    "optim": "pyckpt.optim",
+}
 
 if not TYPE_CHECKING:  # otherwise a type checker would accept any name
 

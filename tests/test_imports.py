@@ -17,7 +17,17 @@ PACKAGE = Path(pyckpt.__file__).parent
 FLOOR = {"_C", "collector", "errors", "locks", "printable", "timeline"}
 """What every room may use."""
 MAY_USE = {
-    "": {"_extension", "dcp", "engine", "errors", "layouts", "optim", "statistics", "train"}
+    "": {
+        "_extension",
+        "convert",
+        "dcp",
+        "engine",
+        "errors",
+        "layouts",
+        "optim",
+        "statistics",
+        "train",
+    }
     | {"train.state", "train.store"},
     "_extension": {"_C", "_build"},
     "_build": set(),
@@ -47,10 +57,14 @@ MAY_USE = {
     | {"dcp", "engine", "format", "layouts", "private", "remote", "train.arguments"},
     "train.tiers": FLOOR | {"format", "remote", "train.arguments", "train.store"},
     "train.sync": FLOOR | {"dcp", "train.arguments"},
+    # What comes from other programs, and goes to them; it stands on all that saves and loads.
+    "convert": FLOOR
+    | {"dcp", "engine", "format", "optim", "statistics", "train"}
+    | {"train.arguments", "train.state", "train.store", "train.sync"},
     "profiling": {"locks"},
     "__main__": {"cli"},
     "cli": FLOOR
-    | {"", "dcp", "engine", "format", "optim", "profiling", "statistics", "train"}
+    | {"", "convert", "dcp", "engine", "format", "optim", "profiling", "statistics", "train"}
     | {"train.state", "train.store"},
     # What a program could import; nothing else imports an integration.
     "integrations": FLOOR

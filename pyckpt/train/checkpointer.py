@@ -101,6 +101,13 @@ class Checkpointer(Finder):
         mirror_max_mbps: how many megabytes (10^6 bytes) a second each rank may copy there.
         mirror_wait: how many seconds ``close`` waits until all is there. The checkpoints that are
             not there by then stay in the local directory alone; the log names them.
+        save_last: whether ``close`` saves the state of the last ``step`` if no save has it. So the
+            steps after the last save that was due are not lost. A ``with`` block that raises does
+            not save it.
+        naming: the names of the checkpoints' directories, with ``{}`` in the place of the step:
+            ``"checkpoint-{}"`` finds, restores and saves what other programs call so. ``{:08d}``
+            fills the number up with zeros. The default is ``"step-{:08d}"``. Directories with
+            other names are left alone. A mirror keeps the default names.
         direct: whether saving, restoring, verifying and exporting bypass the page cache, as for
             `DirectWriter`.
         engine: the memory and threads to use; by default those that everyone shares.
@@ -130,12 +137,14 @@ class Checkpointer(Finder):
         mirror_every: int = 1,
         mirror_max_mbps: float | None = None,
         mirror_wait: float = 600.0,
+        save_last: bool = False,
+        naming: str | None = None,
         direct: Literal["auto", "require", "off"] = "auto",
         engine: Engine | None = None,
     ) -> None:
         if when_busy not in ("skip", "wait"):
             raise ValueError(f"{when_busy = } must be 'skip' or 'wait'.")
-        super().__init__(directory, direct, engine, mirror)
+        super().__init__(directory, direct, engine, mirror, naming)
         whole("mirror_every", mirror_every, least=1)
         mirror_retention = Retention(mirror_keep_last)
         self._mirror_wait = mirror_wait
@@ -192,6 +201,7 @@ class Checkpointer(Finder):
             policy,
             when_busy=when_busy,
             overwrite=overwrite,
+            save_last=save_last,
             best_by=None if keep_best is None else keep_best[0],
             saver=self._saver,
             requests=self._requests,
@@ -488,14 +498,15 @@ class Checkpointer(Finder):
 
         If the last save that was due was left out because another one was under way, and nothing
         was saved since, this saves the state that the last ``step`` was given, as it is now, under
-        that step. A ``with`` block that raises does not save it, because the state may be in the
-        middle of a step.
+        that step. With ``save_last`` it does so whenever the last ``step`` was not saved. A
+        ``with`` block that raises does not save it, because the state may be in the middle of a
+        step.
 
         Raises:
             OSError, PyckptError: a save failed, and its error was not raised before.
         """
         if not self._closed:
-            self._schedule.save_owed()
+            self._schedule.save_unsaved()
             self._close(wait=True)
             self._saver.raise_failure()
 

@@ -18,6 +18,7 @@ from pyckpt.train.state.rehearsal import rehearse
 from pyckpt.train.store import export as exporting
 from pyckpt.train.store.catalog import Catalog, CheckpointInfo, DirectoryEntry
 from pyckpt.train.store.envelopes import verify_envelopes
+from pyckpt.train.store.names import DEFAULT, Naming
 from pyckpt.train.store.pieces import Direct, verify
 from pyckpt.train.store.tensors import RenameTensors
 from pyckpt.train.tiers.opening import open_tier
@@ -34,13 +35,18 @@ class Finder:
         direct: Direct,
         engine: Engine | None,
         mirror: str | os.PathLike[str] | None = None,
+        naming: str | None = None,
     ) -> None:
         if direct not in ("auto", "require", "off"):
             raise ValueError(f"{direct = } must be 'auto', 'require' or 'off'.")
         self.directory = directory_of(directory)
         self._direct: Direct = direct
         self._engine = engine
-        self._catalog = Catalog(self.directory, verify=partial(_verify, direct, engine))
+        self._catalog = Catalog(
+            self.directory,
+            naming=DEFAULT if naming is None else Naming(naming),
+            verify=partial(_verify, direct, engine),
+        )
         self._mirror = None if mirror is None else open_tier(mirror, self.directory)
 
     def checkpoints(self, *, verify: bool = False) -> list[CheckpointInfo]:

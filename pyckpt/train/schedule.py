@@ -26,6 +26,7 @@ class Schedule:
         policy: which steps are due.
         when_busy: what to do if a save is due while another is under way; see ``Checkpointer``.
         overwrite: whether a save replaces a checkpoint of its step, unless the call has its own.
+        save_last: whether `save_unsaved` saves the last step in any case.
         best_by: the metric by which the best checkpoints are kept, if any.
         saver, requests, agreement, ranks, stopwatch: of the Checkpointer.
 
@@ -40,6 +41,7 @@ class Schedule:
         *,
         when_busy: Literal["skip", "wait"],
         overwrite: bool,
+        save_last: bool,
         best_by: str | None,
         saver: Saver,
         requests: Requests,
@@ -50,6 +52,7 @@ class Schedule:
         self._policy = policy
         self._when_busy = when_busy
         self._overwrite = overwrite
+        self._save_last = save_last
         self._best_by = best_by
         self._saver = saver
         self._requests = requests
@@ -60,7 +63,7 @@ class Schedule:
         self._saved: SaveHandle | None = None  # the last save since the last restore
         self._calls = 0  # how often `step` was called
         self._owed = False  # whether the last save that was due was left out
-        # If so, the arguments of the last call of `step`.
+        # If so, or with ``save_last``, the arguments of the last call of `step`, which no save has.
         self._last: tuple[int, Mapping[str, Any], Mapping[str, float]] | None = None
         self.stop_requested = False
         self.skipped = 0
@@ -84,7 +87,7 @@ class Schedule:
                 # If the ranks can no longer agree, each raises the failures that it knows.
                 self._saver.raise_failure(None if self._ranks.lost else facts.failed)
             self._step = step
-            if self._owed:
+            if self._owed or self._save_last:
                 self._last = (step, state, metrics)
             requested = facts.requests > self._requests.served
             due = self._policy.due_at(step)
@@ -93,6 +96,7 @@ class Schedule:
             self._ranks.check()
             failed = facts.failed == self._saver.started
             if self._saved is not None and self._saved.step == step and not failed:
+                self._last = None
                 return self._saved  # `save` was called for this step
             busy = facts.saved < self._saver.started
             if busy and not stopping and self._when_busy == "skip":
@@ -134,8 +138,9 @@ class Schedule:
         self._saved = None  # its state was replaced
         self._owed, self._last = False, None
 
-    def save_owed(self) -> None:
-        """Training ends: save the state of the last `step`, if a save before it was left out."""
+    def save_unsaved(self) -> None:
+        """Training ends: save the state of the last `step`, if a save before it was left out, or if
+        the last one is saved in any case."""
         if self._last is not None and self._ranks.lost is None:
             self._start(*self._last)
 

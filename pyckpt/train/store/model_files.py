@@ -16,9 +16,9 @@ from pyckpt import _C
 from pyckpt.train.store.archive import torch_layout
 from pyckpt.train.store.tensors import ModelTensor
 
-__all__ = ["copy", "safetensors_file", "torch_file"]
+__all__ = ["SAFETENSORS", "copy", "safetensors_file", "torch_file"]
 
-_SAFETENSORS = {
+SAFETENSORS = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -53,7 +53,7 @@ def safetensors_file(
     places = []
     at = 0
     for tensor in ordered:
-        name = _SAFETENSORS.get(tensor.dtype)
+        name = SAFETENSORS.get(tensor.dtype)
         if name is None:
             raise ValueError(f"{tensor.name}: safetensors has no {tensor.dtype}")
         header[tensor.name] = {
