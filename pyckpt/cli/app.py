@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from pyckpt.cli import transfer
 from pyckpt.cli.output import FAILED, complain
 from pyckpt.errors import PyckptError
 
@@ -22,6 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+transfer.register(app)
 
 _show_traceback = False
 

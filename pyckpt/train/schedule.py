@@ -87,7 +87,8 @@ class Schedule:
                 # If the ranks can no longer agree, each raises the failures that it knows.
                 self._saver.raise_failure(None if self._ranks.lost else facts.failed)
             self._step = step
-            if self._owed or self._save_last:
+            has_save = self._saved is not None and self._saved.step == step
+            if self._owed or (self._save_last and not has_save):
                 self._last = (step, state, metrics)
             requested = facts.requests > self._requests.served
             due = self._policy.due_at(step)
@@ -96,7 +97,6 @@ class Schedule:
             self._ranks.check()
             failed = facts.failed == self._saver.started
             if self._saved is not None and self._saved.step == step and not failed:
-                self._last = None
                 return self._saved  # `save` was called for this step
             busy = facts.saved < self._saver.started
             if busy and not stopping and self._when_busy == "skip":
