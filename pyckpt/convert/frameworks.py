@@ -51,6 +51,7 @@ def lightning(contents: Contents, saved: Mapping[str, Any]) -> None:
         fit = loops["fit_loop"] = dict(loops.get("fit_loop", {}))
         own = fit["state_dict"] = dict(fit.get("state_dict", {}))
         loaders = own.pop("combined_loader", [])
+        _end_epoch(fit)
     contents.add("lightning", rest)
     contents.add_ranks("loaders", [loaders])
     contents.add_ranks("rng", [{}])
@@ -61,6 +62,27 @@ def lightning(contents: Contents, saved: Mapping[str, Any]) -> None:
         "metrics that accumulate over an epoch are not in it either; a module that has some "
         "resumes with strict_loading=False"
     )
+
+
+def _end_epoch(loop: dict[str, Any]) -> None:
+    """Let an epoch whose last batch was trained count as trained. After a save at that batch,
+    Lightning takes the epoch for one that goes on, and a stateful loader then has no batch left."""
+    batches, epochs = loop.get("epoch_loop.batch_progress"), loop.get("epoch_progress")
+    if not isinstance(batches, Mapping) or not isinstance(epochs, Mapping):
+        return
+    current = batches.get("current", {})
+    if not batches.get("is_last_batch") or current.get("processed") != current.get("ready"):
+        return
+    loop["epoch_loop.batch_progress"] = _counted(batches, "completed")
+    loop["epoch_progress"] = _counted(epochs, "processed")
+
+
+def _counted(progress: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A progress of Lightning's loops in which all that is ready is counted under a name, too."""
+    return {
+        key: {**count, name: count["ready"]} if isinstance(count, Mapping) else count
+        for key, count in progress.items()
+    }
 
 
 # --- Transformers and Accelerate ----------------------------------------------------------------
@@ -138,17 +160,19 @@ def _weights(contents: Contents, folder: Path, scratch: Path, stack: ExitStack) 
     sharded = folder / f"{_MODEL}_0"
     if sharded.is_dir():
         weights = stack.enter_context(stored(sharded, scratch=scratch)).state.get("model", {})
+        path = sharded
     else:
         full = folder / f"{_MODEL}.bin"
-        path = full if full.is_file() else find_weights(folder)
-        if path is None:
+        found = full if full.is_file() else find_weights(folder)
+        if found is None:
             raise LoadError(
                 f"{folder} holds no weights that can be read (model.safetensors, pytorch_model.bin "
                 f"or {_MODEL}_0); DeepSpeed's are first made one file by its zero_to_fp32.py"
             )
-        weights = read_weights(path)
+        weights, path = read_weights(found), found
     contents.add_model(weights)
-    return dict(weights)
+    # Files of safetensors have their names in another order than the module.
+    return {} if path.suffix != ".bin" else dict(weights)
 
 
 def _add_optimizer(
@@ -239,6 +263,11 @@ def titan(contents: Contents, saved: dict[str, Any]) -> None:
         contents.add_optimizer(flat_groups(optimizer))
     if scheduler is not None:
         contents.add("scheduler", scheduler)
+        if isinstance(scheduler, Mapping) and set(scheduler) == {"last_epoch"}:
+            contents.notes.append(
+                "scheduler: torchtitan saves its last_epoch alone; schedulers of torch.optim need "
+                "more, so pass keep=('scheduler',) to restore, and set last_epoch"
+            )
     if isinstance(progress, Mapping):
         contents.add("train_state", dict(progress))
         if "step" in progress:

@@ -406,3 +406,25 @@ def test_memory_is_bounded(format: str, tmp_path: Path) -> None:
     else:
         dcp.save(weights, checkpoint_id=tmp_path / "large")
     assert run_child(_anonymous, tmp_path, tmp_path / "target") < 60 << 20
+
+
+def test_a_tied_weight_that_safetensors_left_out(tmp_path: Path) -> None:
+    """As transformers saves it: nothing in the file says what was tied."""
+
+    def tied() -> nn.Module:
+        model = nn.ModuleDict({"embed": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)})
+        model["head"].weight = model["embed"].weight
+        return model
+
+    values = torch.arange(6.0).view(3, 2)
+    header = {"embed.weight": {"dtype": "F32", "shape": [3, 2], "data_offsets": [0, 24]}}
+    data = bytes(values.view(torch.uint8).flatten().tolist())
+    safetensors(tmp_path / "model.safetensors", header, data)
+    import_checkpoint(tmp_path / "model.safetensors", tmp_path / "run")
+    model = tied()
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.restore({"model": model})
+    assert torch.equal(model["head"].weight, values)
+    model["head"].weight = nn.Parameter(torch.zeros(3, 2))
+    with pytest.raises(LoadError, match=r"head\.weight"), Checkpointer(tmp_path / "run") as other:
+        other.restore({"model": model})
