@@ -47,8 +47,14 @@ def read_torch(path: Path) -> TorchFile:
         file.seek(0)
         is_zip = file.read(len(_ZIP)) == _ZIP
     value = load_file(path, stand_in=stand_in) if is_zip else _read_old(path)
-    cleaner = _Cleaner()
-    value = cleaner.clean(value, "")
+    cleaner = _Cleaner(size)
+    try:
+        value = cleaner.clean(value, "")
+    except (RecursionError, _TooMuch):
+        raise CorruptCheckpoint(
+            f"{path} holds containers that hold themselves, or each other again and again",
+            path=str(path),
+        ) from None
     if isinstance(value, Foreign):
         raise UnsafeCheckpoint(
             f"{path} holds a {value.name}, and reading it would run its code; save its "
@@ -84,20 +90,31 @@ def _read_old(path: Path) -> Any:
         ) from error
 
 
+class _TooMuch(Exception):
+    """A value takes more time to go through than its file's size justifies."""
+
+
 class _Cleaner:
     """Takes stand-ins out of a value.
+
+    Args:
+        size: of the file in bytes, each of which may be one value.
 
     Attributes:
         left_out: what was taken out, by key.
         bytes: of the tensors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self._left = size
         self.left_out: dict[str, str] = {}
         self.bytes = 0
 
     def clean(self, value: Any, key: str) -> Any:
         """The value without stand-ins; or a stand-in, for one that cannot be without."""
+        self._left -= 1
+        if self._left < 0:
+            raise _TooMuch
         if isinstance(value, Foreign):
             return value_of(value)
         if isinstance(value, torch.Tensor):

@@ -176,7 +176,9 @@ def test_objects_are_left_out_on_request(tmp_path: Path) -> None:
     assert len([one for one in report.notes if "left out" in one]) == 2
 
 
-@pytest.mark.parametrize("what", ["truncated", "garbage", "empty", "growing", "compressed"])
+@pytest.mark.parametrize(
+    "what", ["truncated", "garbage", "empty", "growing", "compressed", "circle", "doubling"]
+)
 def test_damaged_and_hostile_files(what: str, tmp_path: Path) -> None:
     path = tmp_path / "old.pt"
     torch.save({"model": {"w": torch.ones(10_000)}, "step": 1}, path)
@@ -189,6 +191,15 @@ def test_damaged_and_hostile_files(what: str, tmp_path: Path) -> None:
         path.write_bytes(b"")
     elif what == "growing":
         torch.save({"model": {"w": torch.ones(1).expand(1 << 40)}, "step": 1}, path)
+    elif what == "circle":
+        circle: list[Any] = []
+        circle.append(circle)
+        torch.save({"model": {"w": torch.ones(1)}, "step": 1, "circle": circle}, path)
+    elif what == "doubling":
+        one: list[Any] = []
+        for _ in range(60):
+            one = [one, one]
+        torch.save({"model": {"w": torch.ones(1)}, "step": 1, "one": one}, path)
     else:
         with zipfile.ZipFile(path) as old:
             records = {name: old.read(name) for name in old.namelist()}
