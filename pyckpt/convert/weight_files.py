@@ -14,7 +14,7 @@ import torch
 
 from pyckpt.convert.mapped import map_file, view
 from pyckpt.convert.torch_files import read_torch
-from pyckpt.errors import CorruptCheckpoint
+from pyckpt.errors import CorruptCheckpoint, LoadError
 from pyckpt.format.files import open_regular, read_regular
 from pyckpt.train.store.model_files import SAFETENSORS
 
@@ -53,7 +53,8 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
     Raises:
         CorruptCheckpoint: a file is damaged, or not what its name says.
-        UnsafeCheckpoint: a file of ``torch.save`` holds more than tensors.
+        LoadError: a file of ``torch.save`` holds something else than named tensors.
+        UnsafeCheckpoint: it cannot be read without code of its own.
         OSError: a file cannot be read.
     """
     if not path.name.endswith(".index.json"):
@@ -82,11 +83,13 @@ def _read_one(path: Path) -> dict[str, torch.Tensor]:
         if path.suffix == ".safetensors" or file.read(9)[8:] == b"{":
             return read_safetensors(path)
     value, left_out = read_torch(path)
-    if not isinstance(value, Mapping) or left_out:
-        raise CorruptCheckpoint(f"{path} is no dict of tensors", path=str(path))
-    tensors = {str(name): one for name, one in value.items() if isinstance(one, torch.Tensor)}
-    if len(tensors) < len(value):
-        raise CorruptCheckpoint(f"{path} holds more than tensors", path=str(path))
+    entries = value.items() if isinstance(value, Mapping) and not left_out else ()
+    tensors = {str(name): one for name, one in entries if isinstance(one, torch.Tensor)}
+    if not tensors or len(tensors) < len(entries):
+        raise LoadError(
+            f"{path} is no file of weights: it holds something else than named tensors; "
+            "pyckpt import makes a checkpoint of what other programs saved"
+        )
     return tensors
 
 

@@ -136,6 +136,7 @@ def test_code_is_refused(tmp_path: Path) -> None:
     assert "\x1b" not in done.stdout
 
 
+@pytest.mark.slow
 def test_repair_optimizer(run: Path, tmp_path: Path) -> None:
     saved = pyckpt.load(run / "step-00000007")
     for entries in saved["optimizer"]["state"].values():

@@ -367,6 +367,43 @@ def test_torchtitans_layout(tmp_path: Path) -> None:
     assert resumed(tmp_path / "run", 5) == job.to(5, 4)
 
 
+def test_the_directories_of_lightnings_sharded_strategies(tmp_path: Path) -> None:
+    job = Job()
+    job.to(2)
+    model, optimizer = get_state_dict(job.model, job.optimizer)
+    path = tmp_path / "epoch=0-step=2.ckpt"
+    dcp.save({"model": model, "optimizer_0": optimizer}, checkpoint_id=path)
+    rest = {"global_step": 2, "pytorch-lightning_version": "2.6.6", "loops": {}, "callbacks": {}}
+    torch.save({**rest, "lr_schedulers": [job.scheduler.state_dict()]}, path / "meta.pt")
+    report = import_checkpoint(path, tmp_path / "run")
+    assert (report.step, report.kind) == (2, "a sharded checkpoint of Lightning")
+    other = Job(seed=1)
+    state = {"model": other.model, "optimizer_0": other.optimizer, "lightning": {}}
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        assert checkpointer.restore(state) == 2
+    other.scheduler.load_state_dict(state["lightning"]["lr_schedulers"][0])
+    assert other.to(4, 3) == job.to(4, 3)
+
+
+def test_each_ranks_generators(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-5"
+    folder.mkdir()
+    torch.save({"w": torch.ones(2)}, folder / "pytorch_model.bin")
+    torch.save(Job().optimizer.state_dict(), folder / "optimizer.pt")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 5}))
+    states = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        states.append(torch.get_rng_state())
+        torch.save({"cpu": states[-1], "xla": 3}, folder / f"rng_state_{rank}.pth")
+    report = import_checkpoint(folder, tmp_path / "run")
+    assert any("'xla'" in one for one in report.notes)
+    rng = pyckpt.load(report.path)["rng"]
+    assert list(rng) == ["rank-00000-of-00002", "rank-00001-of-00002"]
+    for own, state in zip(rng.values(), states, strict=True):
+        assert torch.equal(own["torch"], state)
+
+
 def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         import_checkpoint(tmp_path / "absent", tmp_path / "run")

@@ -149,6 +149,9 @@ def test_tied_weights(tmp_path: Path) -> None:
 def test_nothing_to_load(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         pyckpt.load_model(model_of(0), tmp_path / "absent")
+    torch.save({"model": model_of(1).state_dict(), "step": 3}, tmp_path / "old.pt")
+    with pytest.raises(LoadError, match="pyckpt import"):
+        pyckpt.load_model(model_of(0), tmp_path / "old.pt")
     with pytest.raises(FileNotFoundError, match="no checkpoint to restore"):
         pyckpt.load_model(model_of(0), tmp_path)
 
@@ -166,6 +169,7 @@ def _sharded(run: Path, export: Path) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 def test_sharded_modules(run: Path, tmp_path: Path) -> None:
     pyckpt.export(run / "step-00000002", tmp_path / "hf")
     for found in run_ranks(2, _sharded, run, tmp_path / "hf"):
