@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,12 @@ from accelerate.utils import DistributedType
 import pyckpt
 from pyckpt.errors import LoadError
 from pyckpt.format import commit
-from pyckpt.integrations.accelerate.positions import Position, on_other_ranks, position_of
-from pyckpt.integrations.accelerate.saves import Numbered, Places, Saves
+from pyckpt.integrations.accelerate.positions import Position, position_of
+from pyckpt.integrations.accelerate.saves import Numbered, Saves, is_stock
 from pyckpt.integrations.first import on_first
 from pyckpt.train.arguments import directory_of
 from pyckpt.train.handle import SaveHandle
-from pyckpt.train.restorer import LoadOptions, Restorer
-from pyckpt.train.sync.ranks import Ranks
+from pyckpt.train.restorer import LoadOptions
 
 __all__ = ["Accelerator"]
 
@@ -52,6 +52,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     or ``end_training`` raises its error, on all ranks.
     """
 
+    patience = timedelta(minutes=10)
+    """How long ``save_state`` and ``load_state`` wait for a process that has not called them."""
     _saves: Saves | None = None
 
     def save_state(
@@ -73,6 +75,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Raises:
             OSError, PyckptError: the save before this one failed.
+            RanksLost: a process has not called this, and ``patience`` is over.
             FileExistsError: the next number is taken, by a checkpoint of an earlier run.
             ValueError: there is no directory, or something is asked for that cannot be saved.
         """
@@ -86,9 +89,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             path = directory_of(output_dir)
         else:
             raise ValueError("save_state needs a directory, or automatic_checkpoint_naming")
-        if self._saves is None:
-            self._saves = Saves()
-        saves = self._saves
+        saves = self._assembled("save_state")
         saves.finish()
         if automatic:
 
@@ -127,15 +128,24 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Raises:
             FileNotFoundError: there is no valid checkpoint.
+            RanksLost: a process has not called this, and ``patience`` is over.
             LoadError: the checkpoint does not fit; nothing was loaded.
             OSError, PyckptError: it cannot be read, or an earlier save failed.
         """
-        self.wait_for_saves()
         if input_dir is None and not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError("load_state needs a directory, or automatic_checkpoint_naming")
+        saves = self._assembled("load_state")
+        saves.finish()
         path, is_ours = on_first(lambda: self._find(input_dir))
         if not is_ours:
-            super().load_state(str(path), load_kwargs, **load_model_func_kwargs)
+            try:
+                super().load_state(str(path), load_kwargs, **load_model_func_kwargs)
+            except Exception as error:
+                raise LoadError(
+                    f"{path} is no checkpoint of pyckpt, and Accelerate cannot load it here "
+                    f"({type(error).__name__}: {error}). If it is one of another framework, or of "
+                    f"another number of processes, convert it: pyckpt import {path} DIRECTORY"
+                ) from error
             for optimizer in self._optimizers:
                 pyckpt.optim.repair(optimizer)
             return
@@ -145,10 +155,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         state = self._state([(i, one) for i, one in enumerate(self._models) if _has(models, one)])
         strict = load_model_func_kwargs.get("strict", True)
         options = LoadOptions() if strict else LoadOptions(missing="keep", unexpected="ignore")
-        ranks = Ranks()
         try:
-            restorer = Restorer(Places({0: path}), ranks, direct="auto", engine=None)
-            restorer.restore(state, 0, options, required=True)
+            saves.load(path, state, options)
         except LoadError as error:
             if "accelerator" not in error.missing:
                 raise
@@ -157,8 +165,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "with pyckpt.load({'model': model}, path, unexpected='ignore')",
                 missing=error.missing,
             ) from error
-        finally:
-            ranks.close()
         rng = pyckpt.RngState().state_dict()
         for loader in self._dataloaders:
             if (position := position_of(loader)) is not None:
@@ -167,6 +173,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         project = self.project_configuration
         if project.automatic_checkpoint_naming:
             project.iteration = max(project.iteration, state["accelerator"]["iteration"] + 1)
+
+    def _assembled(self, method: str) -> Saves:
+        """The saves, once all processes have called a method."""
+        if self._saves is None:
+            self._saves = Saves()
+        self._saves.assemble(method, self.patience)
+        return self._saves
 
     def wait_for_saves(self) -> None:
         """Wait until no save is under way. Collective.
@@ -205,6 +218,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if saves is not None:
             saves.close()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What pickles of Accelerate's pickles of this one; the copy has saves of its own.
+        return {name: one for name, one in vars(self).items() if name != "_saves"}
+
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """As of Accelerate; the loader's epochs are followed from here on."""
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
@@ -232,7 +249,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         }.items():
             state |= {_name(name, i): one for i, one in enumerate(objects)}
         state |= {
-            _name("loader", i): pyckpt.PerRank(position, merge=on_other_ranks)
+            _name("loader", i): pyckpt.PerRank(position, merge=position.on_other_ranks)
             for i, one in enumerate(self._dataloaders)
             if (position := position_of(one)) is not None
         }
@@ -271,7 +288,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             if entry.error is not None:
                 raise entry.error
             path = numbered.path(number)
-            if entry.checkpoint is not None or any(path.glob("random_states_*.pkl")):
+            if entry.checkpoint is not None or is_stock(path):
                 return path, entry.checkpoint is not None
             seen.append(str(entry))
         what = f" ({'; '.join(seen[:5])})" if seen else ""
