@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import ModuleType
 
 __all__ = ["Suite", "run"]
 
@@ -34,6 +35,9 @@ class Suite:
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Patterns of the tests that are not run with our classes, such as ``*::test_export*``, and the
     reason of each."""
+    adapt: Callable[[ModuleType], None] = lambda module: None
+    """Changes what a module of tests takes for granted of a checkpoint's files. Say in the module's
+    docstring what."""
     select: str = ""
     """pytest's ``-k``: which tests of the files are about saving and resuming; empty for all."""
 

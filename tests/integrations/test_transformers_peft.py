@@ -75,18 +75,20 @@ def test_the_base_model_is_not_saved(tmp_path: Path) -> None:
     saved = pyckpt.load(tmp_path / "step-00000005")["model"]
     trained = {name for name, one in model.named_parameters() if one.requires_grad}
     assert {*saved} == trained
-    assert {name.rpartition("default")[0] != "" for name in trained} == {True}
+    assert all("default" in name for name in trained)
     # Nor is it changed by a load.
     other = adapted(base=1, second=True)
-    trainer = make(tmp_path, model=other, max_steps=5)
-    trainer.train(resume_from_checkpoint=True)
-    weights = other.state_dict()
+    begun: dict[str, torch.Tensor] = {}
+
+    class Look(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            begun.update({name: one.clone() for name, one in other.state_dict().items()})
+
+    make(tmp_path, model=other, max_steps=6, callbacks=[Look()]).train(resume_from_checkpoint=True)
     for name, value in saved.items():
-        assert torch.equal(weights[name], value), name
-    assert not torch.equal(
-        other.base_model.model.transformer.wpe.weight,
-        model.base_model.model.transformer.wpe.weight,
-    )
+        assert torch.equal(begun[name], value), name
+    base = "base_model.model.transformer.wpe.weight"
+    assert torch.equal(begun[base], adapted(base=1).state_dict()[base])
 
 
 def test_the_best_adapter_is_loaded_at_the_end(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ class TrainerPart:
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        state = asdict(trainer.state)
         callbacks: dict[str, Any] = {}
         for one in [*trainer.callback_handler.callbacks, trainer.control]:
             if isinstance(one, ExportableState):
@@ -42,7 +41,9 @@ class TrainerPart:
                     callbacks[name].append(one.state())
                 else:
                     callbacks[name] = one.state()
-        state["stateful_callbacks"] = callbacks
+        # As the Trainer does when it saves, so that a resumed run ends with the same state.
+        trainer.state.stateful_callbacks = callbacks
+        state = asdict(trainer.state)
         run = {**run_of(trainer), "save_only_model": trainer.args.save_only_model}
         return {"state": json.dumps(state), "run": json.dumps(run)}
 

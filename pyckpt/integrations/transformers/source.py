@@ -38,7 +38,7 @@ def newest(directory: Path) -> str | Source:
     """The newest checkpoint in a directory; the path of one in the Trainer's own format.
 
     Raises:
-        FileNotFoundError: there is none.
+        ValueError: there is none, as of the Trainer.
     """
     theirs: str | None = None
     if directory.is_dir():
@@ -51,11 +51,9 @@ def newest(directory: Path) -> str | Source:
         return theirs
     entries = Finder(directory, "auto", None).inspect()
     what = "; ".join(str(entry) for entry in entries[:5])
-    raise FileNotFoundError(
-        2,
-        "resume_from_checkpoint=True, and there is no valid checkpoint"
-        + (f" ({what})" if what else ""),
-        str(directory),
+    raise ValueError(
+        f"No valid checkpoint found in output directory ({directory}"
+        + (f": {what})" if what else ")")
     )
 
 

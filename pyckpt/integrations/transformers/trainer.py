@@ -15,6 +15,7 @@ from typing import Any
 import transformers
 
 import pyckpt
+from pyckpt.errors import LoadError
 from pyckpt.integrations.first import on_first
 from pyckpt.integrations.transformers.parts import RunningLoss, TrainerPart, mean, run_of
 from pyckpt.integrations.transformers.source import (
@@ -100,7 +101,8 @@ class CheckpointerMixin:
         """As of the Trainer; see the class for ``resume_from_checkpoint``.
 
         Raises:
-            FileNotFoundError: there is nothing to resume from.
+            FileNotFoundError: there is no checkpoint at the path.
+            ValueError: there is none in ``output_dir``.
             OSError, PyckptError: a save failed, or the checkpoint cannot be loaded.
         """
         directory = Path(self._me.args.output_dir)
@@ -252,7 +254,8 @@ class CheckpointerMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._source is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            with _telling_how_to_convert(resume_from_checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self._source is None:
@@ -262,7 +265,8 @@ class CheckpointerMixin:
         """Restore everything at once, since from here on everything is there."""
         source = self._source
         if source is None:
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            with _telling_how_to_convert(checkpoint):
+                super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         assert self._checkpointer is not None
         state = self._state()
@@ -300,6 +304,21 @@ class CheckpointerMixin:
 
 class Trainer(CheckpointerMixin, transformers.Trainer):  # type: ignore[misc]
     """``transformers.Trainer``, with the checkpoints of `CheckpointerMixin`."""
+
+
+@contextmanager
+def _telling_how_to_convert(path: str | None) -> Iterator[None]:
+    """The Trainer loads a checkpoint that is not ours."""
+    try:
+        yield
+    except Exception as error:
+        if path is None:
+            raise
+        raise LoadError(
+            f"{path} is no checkpoint of pyckpt, and Transformers cannot load it here "
+            f"({type(error).__name__}: {error}). If it is one of another framework, or of another "
+            f"number of processes, convert it: pyckpt import {path} DIRECTORY"
+        ) from error
 
 
 def _refuse_unsupported(trainer: Any) -> None:
