@@ -105,6 +105,7 @@ SUITES = {
         files=[
             "tests/test_state_checkpointing.py",
             "tests/test_accelerator.py",
+            "tests/test_data_loader.py",
             "tests/test_optimizer.py",
         ],
     ),

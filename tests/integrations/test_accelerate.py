@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import pickle
 import signal
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,6 +151,23 @@ def test_what_was_prepared_pickles(dispatch: bool, tmp_path: Path) -> None:
         break
     assert "'start'" in str(pyckpt.load(tmp_path / "copy")["loader"])
     copy.end_training()
+
+
+def test_a_loader_that_is_dropped_is_freed_at_once() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare_data_loader(torch.utils.data.DataLoader([1, 2], batch_size=1))
+    skipping = accelerator.skip_first_batches(loader, 1)
+    epoch = iter(loader)
+    assert next(epoch).tolist() == [1]
+    freed = weakref.ref(loader)
+    gc.disable()  # which would free it at last
+    try:
+        accelerator._dataloaders.clear()
+        del loader, epoch
+        assert freed() is None
+    finally:
+        gc.enable()
+    assert [batch.tolist() for batch in skipping] == [[2]]
 
 
 def test_a_save_that_fails_is_raised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

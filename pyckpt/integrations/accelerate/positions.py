@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -24,10 +25,13 @@ class Position:
     same order, and goes on with the same numbers as if it had not been interrupted, this puts the
     generators back to where the epoch began, and, once the first batch is there, to where they were
     at the save. For this it takes the place of the ``__iter__`` of the loader's own loader.
+
+    The loader has its position, and the position does not keep the loader: programs that drop a
+    loader count on its memory and workers.
     """
 
     def __init__(self, loader: Any) -> None:
-        self._loader = loader
+        self._weak = weakref.ref(loader)
         self._epoch: int | None = None  # that began last
         self._start: dict[str, torch.Tensor] | None = None  # generators, while an epoch goes on
         self._before = 0  # examples of the epoch that were used before the last resume
@@ -39,6 +43,16 @@ class Position:
             loader.load_state_dict({})  # or its first epoch would have begun when it was prepared
         self.follow(loader)
 
+    @property
+    def _loader(self) -> Any:
+        return self._weak()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_weak": self._loader}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({**state, "_weak": weakref.ref(state["_weak"])})
+
     def follow(self, loader: Any) -> None:
         """Watch the epochs of a loader: of the prepared one, or of one that skips batches of it."""
         loader.base_dataloader.__iter__ = _Epochs(self, loader)
@@ -46,6 +60,9 @@ class Position:
     def epoch(self, loader: Any) -> Iterator[Any]:
         """An epoch of a loader that is followed: the batches of its own loader."""
         base = loader.base_dataloader
+        if self._loader is None:  # the program has only one that skips batches of it
+            yield from type(base).__iter__(base)
+            return
         replay, self._replay = self._replay, None
         skip, self._skip = self._skip, 0
         try:
@@ -64,8 +81,9 @@ class Position:
                     pyckpt.RngState().load_state_dict(replay[1])
                     replay = None
                 yield batch
-            if loader is not self._loader:
-                self._loader.set_epoch(self._epoch + 1)
+            prepared = self._loader
+            if prepared is not None and prepared is not loader:
+                prepared.set_epoch(self._epoch + 1)
         finally:
             self._start = None  # also if the program leaves the loop
 
@@ -196,10 +214,17 @@ class _Epochs:
 
     def __init__(self, position: Position, loader: Any) -> None:
         self._position = position
-        self._loader = loader
+        self._loader = weakref.ref(loader)
 
     def __call__(self) -> Iterator[Any]:
-        return self._position.epoch(self._loader)
+        return self._position.epoch(self._loader())
+
+    def __reduce__(self) -> Any:
+        return _Epochs.__new__, (_Epochs,), (self._position, self._loader())
+
+    def __setstate__(self, state: tuple[Position, Any]) -> None:
+        self._position, loader = state
+        self._loader = weakref.ref(loader)
 
 
 def position_of(loader: Any) -> Position | None:
