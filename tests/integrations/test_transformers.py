@@ -18,7 +18,7 @@ from _training import damage
 
 import pyckpt
 from pyckpt.errors import LoadError
-from pyckpt.integrations.transformers import CheckpointerMixin, Trainer
+from pyckpt.integrations.transformers import CheckpointerMixin, Trainer, get_last_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +148,19 @@ def test_a_checkpoint_of_the_trainers_own_format(tmp_path: Path, whole: list[flo
     assert names(tmp_path)[0] == "step-00000020"
     # Of both formats, the newest.
     assert losses(resume(tmp_path)) == whole
+
+
+def test_the_last_checkpoint_is_found_by_a_script(tmp_path: Path, whole: list[float]) -> None:
+    assert get_last_checkpoint(tmp_path / "none") is None
+    start(tmp_path, 17, kind=transformers.Trainer)
+    found = get_last_checkpoint(tmp_path)
+    assert found == str(tmp_path / "checkpoint-15")
+    (tmp_path / "step-00000020").mkdir()  # a save that was killed
+    assert get_last_checkpoint(tmp_path) == found
+    assert losses(resume(tmp_path, found)) == whole
+    found = get_last_checkpoint(tmp_path)
+    assert found == str(tmp_path / "step-00000036")
+    assert losses(resume(tmp_path, found)) == whole
 
 
 def test_a_save_that_fails_ends_training(tmp_path: Path) -> None:

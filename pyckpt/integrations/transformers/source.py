@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import trainer_utils
 
 import pyckpt
 from pyckpt.errors import LoadError
@@ -15,7 +16,16 @@ from pyckpt.train.arguments import directory_of
 from pyckpt.train.finder import Finder
 from pyckpt.train.store.catalog import directory_name
 
-__all__ = ["PART", "Source", "newest", "source_at", "source_of", "step_of", "tell_earlier_run"]
+__all__ = [
+    "PART",
+    "Source",
+    "get_last_checkpoint",
+    "newest",
+    "source_at",
+    "source_of",
+    "step_of",
+    "tell_earlier_run",
+]
 
 _logger = logging.getLogger("pyckpt")
 
@@ -40,21 +50,38 @@ def newest(directory: Path) -> str | Source:
     Raises:
         ValueError: there is none, as of the Trainer.
     """
-    theirs: str | None = None
-    if directory.is_dir():
-        theirs = get_last_checkpoint(directory)  # type: ignore[no-untyped-call]
-    step = -1 if theirs is None else int(theirs.rpartition("-")[2])
-    ours = _newest_in(directory)
-    if ours is not None and ours.step >= step:
-        return ours
-    if theirs is not None:
-        return theirs
+    found = _newest_of_both(directory)
+    if found is not None:
+        return found
     entries = Finder(directory, "auto", None).inspect()
     what = "; ".join(str(entry) for entry in entries[:5])
     raise ValueError(
         f"No valid checkpoint found in output directory ({directory}"
         + (f": {what})" if what else ")")
     )
+
+
+def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
+    """In the place of the function of ``transformers.trainer_utils``, which knows its own format.
+
+    Args:
+        folder: the ``output_dir`` of a Trainer; need not exist.
+
+    Returns:
+        The path of the newest valid checkpoint, for ``resume_from_checkpoint``; None if there is
+        none.
+    """
+    found = _newest_of_both(Path(folder))
+    return str(found.path) if isinstance(found, Source) else found
+
+
+def _newest_of_both(directory: Path) -> str | Source | None:
+    theirs: str | None = None
+    if directory.is_dir():
+        theirs = trainer_utils.get_last_checkpoint(directory)  # type: ignore[no-untyped-call]
+    step = -1 if theirs is None else int(theirs.rpartition("-")[2])
+    ours = _newest_in(directory)
+    return ours if ours is not None and ours.step >= step else theirs
 
 
 def tell_earlier_run(directory: Path) -> None:
