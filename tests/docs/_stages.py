@@ -60,14 +60,16 @@ def _state(names: dict[str, Any]) -> None:
 
 
 def _checkpointer(names: dict[str, Any]) -> None:
-    """The export to transformers stands for one that needs no transformers."""
-    pyckpt, nn = names["pyckpt"], names["nn"]
+    """A model with a name of Meta's Llama, and what takes the place of transformers."""
+    torch, nn, pyckpt = names["torch"], names["nn"], names["pyckpt"]
     model = nn.Module()
     model.tok_embeddings = nn.Embedding(8, 4)
-    names["model"] = model
-    names["optimizer"] = names["torch"].optim.AdamW(model.parameters())
-    names["scheduler"] = names["torch"].optim.lr_scheduler.StepLR(names["optimizer"], 10)
-    names["train_step"] = lambda: None
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    with pyckpt.Checkpointer("runs/a") as checkpointer:
+        checkpointer.save(1, state)
+    names.update(state, train_step=lambda: None)
     names["LlamaConfig"] = lambda *_: {}
 
     class AutoModelForCausalLM:
@@ -75,11 +77,11 @@ def _checkpointer(names: dict[str, Any]) -> None:
         def from_pretrained(directory: str) -> Any:
             from safetensors.torch import load_file
 
-            (weights,) = load_file(Path(directory) / "model.safetensors").items()
-            assert weights[0] == "model.embed_tokens.weight"
+            assert [*load_file(Path(directory) / "model.safetensors")] == [
+                "model.embed_tokens.weight"
+            ]
 
     names["AutoModelForCausalLM"] = AutoModelForCausalLM
-    del pyckpt
 
 
 def _optim(names: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
 """The code in the documentation runs: python blocks, and ``pyckpt`` in console blocks.
 
 The blocks of a page are run one after the other, in a child and in an empty directory, with the
-names that `_stages.stage` makes. A block that is a whole file of examples/ is not run here: tests of
-its own start it, kill it and resume it. Neither are the pages of frameworks, whose blocks run with
-the frameworks in tests/integrations.
+names that `_stages.stage` makes. Two kinds of blocks are not run here. Those that are a whole file
+of examples/ have tests of their own, which start, kill and resume them. Those that need a framework
+are run where the frameworks are, by tests/integrations/test_pages.py.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ PAGES = sorted(
     for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     if "integrations" not in path.relative_to(ROOT).parts
 )
-# They take longer than half a second.
-SLOW = {"docs/howto/ranks.md", "docs/tutorial.md"}
+QUICK = {"README.md", "docs/howto/drop-in.md"}
+FRAMEWORKS = "pyckpt.integrations"
 
 
 def run_python(example: Example) -> None:
     source = str(example.parsed)
-    if source not in EXAMPLES:
+    if source not in EXAMPLES and FRAMEWORKS not in source:
         # With the lines of the page, so that a traceback leads there.
         padded = "\n" * (example.line + example.parsed.line_offset) + source
         exec(compile(padded, example.path, "exec", dont_inherit=True), example.namespace)
@@ -76,7 +76,7 @@ def run_page(_pipe: Any, page: str, directory: Path) -> None:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.slow] if page in SLOW else [])
+        pytest.param(page, marks=[] if page in QUICK else [pytest.mark.slow])
         for page in PAGES
         if has_blocks(page)
     ],
@@ -85,6 +85,7 @@ def test_the_blocks_of_a_page_run(page: str, tmp_path: Path) -> None:
     run_child(run_page, page, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_block_that_fails_fails_its_page(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Page\n\n```python\nmodel.there_is_no_such_name\n```\n")
