@@ -137,7 +137,7 @@ def overview(path: Path) -> None:
             (
                 "Saving 2 GiB, durable",
                 "GB/s",
-                saved(save)[:2] + [max(saved(save)[2:], key=lambda r: r[1])],
+                [*saved(save)[:2], max(saved(save)[2:], key=lambda r: r[1])],
             ),
             ("Loading 2 GiB, from the disk", "GB/s", loaded(load)),
         ],

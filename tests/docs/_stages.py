@@ -128,7 +128,13 @@ def _tutorial(names: dict[str, Any]) -> None:
         sys.argv = arguments
 
 
+def _readme(names: dict[str, Any]) -> None:
+    """Long enough that the checkpoint is saved which the page then loads."""
+    names["steps"] = 100
+
+
 OF_PAGE = {
+    "README.md": _readme,
     "docs/checkpointer.md": _checkpointer,
     "docs/optim.md": _optim,
     "docs/profiling.md": _profiling,

@@ -29,9 +29,8 @@ def messages() -> str:
                     for part in node.values
                 ]
                 found.append("".join(parts))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                if id(node) not in docstrings:
-                    found.append(re.sub("%[sd]", GAP, node.value))
+            elif isinstance(node, ast.Constant) and id(node) not in docstrings:
+                found.append(re.sub("%[sd]", GAP, str(node.value)))
     return "\n".join(found)
 
 
