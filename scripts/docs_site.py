@@ -3,10 +3,13 @@
 - An entry of the navigation with a ``*`` stands for all pages of that name.
 - Files outside of docs/ that pages link to (examples, CONTRIBUTING.md) become pages of the site.
 - The page reference/command-line.md is made of the commands themselves.
+- ``<!-- all other names of pyckpt -->`` on a page of the reference stands for the public names of
+  that package that the page does not have yet, so that none is left out.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from fnmatch import fnmatchcase
@@ -103,7 +106,28 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
             return match[0]
         return f"{match[1]}{os.path.relpath(home, here)}{match[3]}"
 
+    markdown = _OTHERS.sub(lambda match: _other_names(match[1], markdown), markdown)
     return _LINK.sub(moved, markdown)
+
+
+_OTHERS = re.compile(r"^<!-- all other names of (pyckpt[.\w]*) -->$", re.MULTILINE)
+_MODULES = {"errors", "layouts", "merges", "optim"}  # pages of their own
+
+
+def _other_names(package: str, page: str) -> str:
+    source = ROOT / package.replace(".", "/")
+    source = source / "__init__.py" if source.is_dir() else source.with_suffix(".py")
+    names: list[str] = next(
+        ast.literal_eval(node.value)
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    described = {line.rpartition(".")[2] for line in page.splitlines() if line.startswith("::: ")}
+    others = [name for name in names if name not in described and name not in _MODULES]
+    entries = "\n\n".join(
+        f"::: {package}.{name}\n    options: {{heading_level: 3}}" for name in others
+    )
+    return f"## Besides\n\n{entries}" if others else ""
 
 
 def _resolved(path: Path, link: str) -> Path:
