@@ -9,12 +9,16 @@ not have is left out, and named.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
+import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 from pathlib import Path
 
 from rich.console import Console
@@ -23,7 +27,7 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
 
-COLUMNS = 100
+COLUMNS, LINES = 120, 26
 SHOTS = {
     "ls": ["ls runs/a"],
     "inspect": ["inspect runs/a/step-00000020"],
@@ -35,7 +39,7 @@ SHOTS = {
 
 
 def make_run(directory: Path) -> None:
-    """``runs/a``: 4 checkpoints, of which one has a flipped byte, and a save that was killed."""
+    """``runs/a``: 4 checkpoints, of which one is damaged, and a save that was killed."""
     script = (
         (ROOT / "examples" / "loops" / "single.py")
         .read_text()
@@ -58,19 +62,19 @@ def make_run(directory: Path) -> None:
     (killed / ".saving").touch()
     (data,) = (runs / "a" / "step-00000015").glob("*.distcp")
     content = bytearray(data.read_bytes())
-    content[len(content) // 2] ^= 1
+    for at in range(len(content) // 2, len(content) // 2 + 4096):  # more than lies between tensors
+        content[at] ^= 1
     data.write_bytes(content)
 
 
 def shoot(command: str, directory: Path) -> str:
     """What a command prints to a terminal."""
     terminal, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "ignore",
-        "COLUMNS": str(COLUMNS),
-        "LINES": "40",
         "TERM": "xterm-256color",
     }
     process = subprocess.Popen(
@@ -98,8 +102,6 @@ def shoot(command: str, directory: Path) -> str:
 
 def last_frames(printed: str) -> str:
     """What is left on the screen: a progress bar draws its lines again and again."""
-    import re
-
     lines: list[str] = []
     for line in printed.split("\n"):
         up = line.count("\x1b[1A")
@@ -107,7 +109,10 @@ def last_frames(printed: str) -> str:
             del lines[max(0, len(lines) - up) :]
         line = re.sub(r"\x1b\[\?25[lh]|\x1b\[[12]?[AK]", "", line)
         lines.append(line.rsplit("\r", 1)[-1] if "\r" in line else line)
-    return "\n".join(lines).rstrip()
+    while lines and not lines[-1].strip():
+        lines.pop()
+    more = [f"... {len(lines) - LINES} more lines"] if len(lines) > LINES else []
+    return "\n".join([*lines[:LINES], *more])
 
 
 def known(name: str) -> bool:
