@@ -102,6 +102,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
             home = _homes[target]
         elif uri in origins and target.is_relative_to(DOCS):
             home = target.relative_to(DOCS).as_posix()
+        elif target.is_dir() and target.is_relative_to(DOCS):
+            home = min(target.glob("*.md")).relative_to(DOCS).as_posix()
         else:
             return match[0]
         return f"{match[1]}{os.path.relpath(home, here)}{match[3]}"

@@ -116,6 +116,17 @@ def _profiling(names: dict[str, Any]) -> None:
     names["loss"] = names["torch"].zeros(())
 
 
+def _tiers(names: dict[str, Any]) -> None:
+    """A directory stands for the bucket."""
+    pyckpt = names["pyckpt"]
+
+    def checkpointer(directory: str, *, mirror: str, **options: Any) -> Any:
+        assert (directory, mirror) == ("/local_nvme/run", "s3://bucket/run")
+        return pyckpt.Checkpointer("run", mirror="bucket", **options)
+
+    names["pyckpt"] = _Also(pyckpt, Checkpointer=checkpointer)
+
+
 def _tutorial(names: dict[str, Any]) -> None:
     """The run of the tutorial, which its page starts from a shell."""
     del names
@@ -139,5 +150,6 @@ OF_PAGE = {
     "docs/optim.md": _optim,
     "docs/profiling.md": _profiling,
     "docs/state.md": _state,
+    "docs/tiers.md": _tiers,
     "docs/tutorial.md": _tutorial,
 }
