@@ -33,7 +33,6 @@ SHOTS = {
     "inspect": ["inspect runs/a/step-00000020"],
     "verify": ["verify runs/a/step-00000020 runs/a/step-00000015"],
     "diff": ["diff runs/a/step-00000010 runs/a/step-00000020"],
-    "doctor": ["doctor runs/a"],
 }
 """The name of each picture, and its commands."""
 
