@@ -16,7 +16,7 @@ from pyckpt import _C
 from pyckpt.errors import EngineClosed
 from pyckpt.locks import fork_safe_lock
 
-__all__ = ["Engine", "abandoned", "configure", "default_engine"]
+__all__ = ["Engine", "abandoned", "configure", "default_engine", "held_bytes"]
 
 _SLOT_GRAIN = _C.page_bytes
 
@@ -135,6 +135,13 @@ def default_engine() -> Engine:
         if _default is None or _default.closed:
             _default = Engine()
         return _default
+
+
+def held_bytes(engine: Engine | None) -> int:
+    """Bytes that an engine, by default the default one, holds for copies of states. Makes no
+    engine."""
+    engine = _default if engine is None else engine
+    return 0 if engine is None else engine.native.arena_held_bytes
 
 
 def configure(

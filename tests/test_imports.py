@@ -14,7 +14,7 @@ import pyckpt
 
 PACKAGE = Path(pyckpt.__file__).parent
 
-FLOOR = {"_C", "collector", "errors", "locks", "printable", "timeline"}
+FLOOR = {"_C", "activity", "collector", "errors", "locks", "printable", "speaking", "timeline"}
 """What every room may use."""
 MAY_USE = {
     "": {
@@ -35,9 +35,11 @@ MAY_USE = {
     "errors": {"printable"},
     "printable": set(),
     "locks": set(),
+    "speaking": set(),
+    "activity": {"locks", "printable"},
     "timeline": set(),
     "collector": {"locks"},
-    "guard": {"locks"},
+    "guard": {"locks", "speaking"},
     "layouts": set(),
     "statistics": {"_C"},
     "engine": FLOOR,

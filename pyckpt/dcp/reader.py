@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from pyckpt.activity import Amount
 from pyckpt.dcp.folder import Folder, LocalFolder, read_metadata
 from pyckpt.dcp.parts import Seen, refuse_mixture
 from pyckpt.dcp.reading import Load, save_id_of
@@ -104,6 +105,13 @@ class DirectReader(StorageReader):
         """Counts and times of this rank's part of the load that is under way, or else of the last
         one. May be read from any thread."""
         return ReadStatistics.of([job for load in self._loads for job in load.jobs])
+
+    def _amount(self) -> Amount:
+        """How far this rank's part of the load is. May be called from any thread."""
+        loads = self._loads
+        total = sum(load.expected_bytes for load in loads)
+        done = sum(job.statistics().bytes_read for load in loads for job in load.jobs)
+        return Amount(min(done, total), total)
 
     @property
     def unverified(self) -> list[str]:

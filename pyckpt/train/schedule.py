@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from pyckpt.train.handle import SaveHandle
@@ -29,6 +29,7 @@ class Schedule:
         save_last: whether `save_unsaved` saves the last step in any case.
         best_by: the metric by which the best checkpoints are kept, if any.
         saver, requests, agreement, ranks, stopwatch: of the Checkpointer.
+        on_skip: called with the step of a save that is left out, and that of the one under way.
 
     Attributes:
         stop_requested: whether training is asked to stop, and the state was saved for it.
@@ -48,6 +49,7 @@ class Schedule:
         agreement: Agreement,
         ranks: Ranks,
         stopwatch: Stopwatch,
+        on_skip: Callable[[int, int], None],
     ) -> None:
         self._policy = policy
         self._when_busy = when_busy
@@ -59,6 +61,7 @@ class Schedule:
         self._agreement = agreement
         self._ranks = ranks
         self._stopwatch = stopwatch
+        self._on_skip = on_skip
         self._step: int | None = None  # the step of the last call of `step`
         self._saved: SaveHandle | None = None  # the last save since the last restore
         self._calls = 0  # how often `step` was called
@@ -170,9 +173,4 @@ class Schedule:
     def _tell_skipped(self, step: int) -> None:
         assert self._saver.handle is not None
         self.skipped += 1
-        _logger.warning(
-            "step %d is not saved: the save of step %d is still under way; save less often, or "
-            "pass when_busy='wait'",
-            step,
-            self._saver.handle.step,
-        )
+        self._on_skip(step, self._saver.handle.step)
