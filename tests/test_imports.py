@@ -17,18 +17,8 @@ PACKAGE = Path(pyckpt.__file__).parent
 FLOOR = {"_C", "activity", "collector", "errors", "locks", "printable", "speaking", "timeline"}
 """What every room may use."""
 MAY_USE = {
-    "": {
-        "_extension",
-        "convert",
-        "dcp",
-        "engine",
-        "errors",
-        "layouts",
-        "optim",
-        "statistics",
-        "train",
-    }
-    | {"train.state", "train.store"},
+    "": {"_extension", "bars", "convert", "dcp", "engine", "errors", "exporters", "layouts"}
+    | {"optim", "statistics", "train", "train.state", "train.store"},
     "_extension": {"_C", "_build"},
     "_build": set(),
     "_C": set(),
@@ -37,6 +27,8 @@ MAY_USE = {
     "locks": set(),
     "speaking": set(),
     "activity": {"locks", "printable"},
+    "bars": {"activity", "printable"},
+    "exporters": {"train"},
     "timeline": set(),
     "collector": {"locks"},
     "guard": {"locks", "speaking"},

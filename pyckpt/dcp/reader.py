@@ -83,6 +83,10 @@ class DirectReader(StorageReader):
         self._is_own = False  # whether the metadata is of this rank alone
         self._loads: list[Load] = []  # a program may have one plan read in parts
 
+    def __repr__(self) -> str:
+        what = str(self.statistics) if self._loads else "nothing read yet"
+        return f"<{type(self).__name__} of {self.path}: {what}>"
+
     @property
     def checkpoint_id(self) -> Path | str:
         """Directory of the checkpoint, or its URL."""

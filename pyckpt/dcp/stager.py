@@ -101,6 +101,11 @@ class PinnedStager:
         guard.watch()  # not at the first save, in the middle of training
         _stagers.add(self)
 
+    def __repr__(self) -> str:
+        optimizers = ", ".join(type(one).__name__ for one in self.optimizers) or "no optimizer"
+        copies = sum(ref() is not None for ref in list(self._in_flight))
+        return f"<PinnedStager for {optimizers}: {copies} under way, when_busy={self.when_busy!r}>"
+
     # The interface of DCP's AsyncStager.
 
     should_synchronize_after_execute = False

@@ -124,6 +124,10 @@ class DirectWriter(StorageWriter):
         Cancelled if the save failed before this rank wrote, or if another process makes the save.
         (The future that DCP returns is done when the checkpoint is committed.)"""
 
+    def __repr__(self) -> str:
+        where = "a path that is not known yet" if self._path is None else str(self._path)
+        return f"<{type(self).__name__} of {where}: {self.statistics or 'nothing written yet'}>"
+
     _is_fenced = False
     """Whether a subclass keeps other processes from saving into the directory. If so, no save waits
     for another process's lock, which may hang."""

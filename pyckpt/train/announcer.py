@@ -91,7 +91,7 @@ class Announcer:
         return Activity(
             f"saving {self._name(handle)}",
             speaks=self._ranks.rank == 0,
-            measure=lambda: handle.amount,
+            measure=lambda: handle._amount,
             late=self.late,
         )
 

@@ -241,6 +241,18 @@ class Checkpointer(Finder):
                 "keep_last=1 to keep the newest and theirs"
             )
 
+    def __repr__(self) -> str:
+        saver = self._saver
+        if self._closed:
+            state = "closed"
+        elif saver.busy and saver.handle is not None:
+            state = f"saving step {saver.handle.step}"
+        else:
+            state = "idle"
+        ranks = f", rank {self._ranks.rank} of {self._ranks.size}" if self._ranks.size > 1 else ""
+        failed = f" ({saver.failures} failed)" if saver.failures else ""
+        return f"<Checkpointer of {self.directory}{ranks}: {saver.started} saves{failed}, {state}>"
+
     # --- saving -----------------------------------------------------------------------------------
 
     def step(

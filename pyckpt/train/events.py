@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyckpt.statistics import WriteStatistics
+from pyckpt import statistics as _statistics
 
 __all__ = [
     "Event",
-    "OnEvent",
     "Pruned",
     "Restored",
     "SaveCommitted",
@@ -67,7 +66,7 @@ class SaveWritten(Event):
     seconds: float
     bytes: int
     """That this rank wrote; 0 if it had nothing to write."""
-    statistics: WriteStatistics | None
+    statistics: _statistics.WriteStatistics | None
     """Counts and times of writing; None if this rank had nothing to write."""
 
 

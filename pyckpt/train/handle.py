@@ -152,7 +152,7 @@ class SaveHandle:
         self._blocked = time.perf_counter() - self._start
 
     @property
-    def amount(self) -> Amount:
+    def _amount(self) -> Amount:
         """How far this rank is."""
         return self._rank.amount
 
