@@ -73,7 +73,8 @@ class WriteProgress:
         statistics = self.statistics
         if statistics is None:
             return Amount(0, 0)
-        return Amount(statistics.bytes_written, self.bytes_planned)
+        # Beside the tensors the file has envelopes and objects, whose sizes were not planned.
+        return Amount(min(statistics.bytes_written, self.bytes_planned), self.bytes_planned)
 
     @property
     def fraction(self) -> float:

@@ -46,7 +46,7 @@ def callbacks_of(on_event: OnEvent | Sequence[OnEvent] | None) -> tuple[OnEvent,
     """
     if on_event is None:
         return ()
-    given = (on_event,) if callable(on_event) else tuple(on_event)
+    given = tuple(on_event) if isinstance(on_event, Sequence) else (on_event,)
     for one in given:
         if not callable(one):
             raise TypeError(f"on_event must be callable, and {one!r} is not.")

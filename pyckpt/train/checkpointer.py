@@ -324,7 +324,9 @@ class Checkpointer(Finder):
             OSError, PyckptError: a save failed, and its error was not raised before. The last
                 committed checkpoint stays.
         """
+        begun = time.perf_counter()
         self._saver.wait()
+        self._stopwatch.waited(time.perf_counter() - begun)
         self._stopwatch.pause()
         self._saver.raise_failure()
 

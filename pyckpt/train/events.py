@@ -82,8 +82,8 @@ class SaveCommitted(Event):
     checkpoint_bytes: int | None
     """Of the whole checkpoint; known on rank 0, and None elsewhere."""
     lost_seconds: float
-    """What all saves of this Checkpointer have cost training so far: the calls that started them,
-    and by how much the steps beside them were slower. 0.0 if another object saves."""
+    """What all saves of this Checkpointer have cost training so far: see
+    ``CheckpointerStatistics``."""
     memory_bytes: int
     """That the engine holds for copies of the state."""
     queue_depth: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -124,14 +125,18 @@ class Schedule:
         overwrite: bool | None,
     ) -> SaveHandle:
         """See ``Checkpointer.save``."""
-        self._saver.wait()
-        self._saver.raise_failure()
-        self._ranks.check()
-        handle = self._start(step, state, metrics, final=final, overwrite=overwrite)
-        if final:
+        begun = time.perf_counter()
+        try:
             self._saver.wait()
             self._saver.raise_failure()
-        self._stopwatch.pause()
+            self._ranks.check()
+            handle = self._start(step, state, metrics, final=final, overwrite=overwrite)
+            if final:
+                self._saver.wait()
+                self._saver.raise_failure()
+        finally:
+            self._stopwatch.waited(time.perf_counter() - begun)
+            self._stopwatch.pause()
         return handle
 
     def go_back(self, step: int) -> None:

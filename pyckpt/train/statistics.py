@@ -42,8 +42,8 @@ class CheckpointerStatistics:
     mirror: MirrorStatistics | None = None
     """What this rank has brought to the mirror; None without one."""
     lost_seconds: float = 0.0
-    """What all saves together have cost training: the calls that started them, and by how much the
-    steps beside them were slower than the median of the others. No median, but a sum."""
+    """What all saves together have cost training: the calls that started them or waited for them,
+    and by how much the steps beside them were slower than the median of the others. A sum."""
 
     def advice(self, mtbf_hours: float) -> Advice | None:
         """How often to save. None before a save and a step were measured.
@@ -87,7 +87,8 @@ class Stopwatch:
         self._beside: deque[float] = deque(maxlen=_SAMPLES)
         self._beside_count = 0
         self._beside_seconds = 0.0
-        self._blocked_seconds = 0.0
+        self._waited_seconds = 0.0
+        self._entered = 0.0
         self._beside_saves = 0
         self._was_saving = False
         self._blocked: deque[float] = deque(maxlen=_SAMPLES)
@@ -95,6 +96,7 @@ class Stopwatch:
 
     def enter(self, saving: bool) -> None:
         """A call of the training loop begins: a step is over."""
+        self._entered = time.perf_counter()
         if self._left is not None:
             seconds = time.perf_counter() - self._left
             if saving or self._was_saving:
@@ -108,10 +110,14 @@ class Stopwatch:
         """The call returns. ``blocked`` is its time for starting a save; None if it did not."""
         if blocked is not None:
             self._blocked.append(blocked)
-            self._blocked_seconds += blocked
+            self.waited(time.perf_counter() - self._entered)
             self._beside_saves += 1
         self._was_saving = saving
         self._left = time.perf_counter()
+
+    def waited(self, seconds: float) -> None:
+        """Training has waited for a save."""
+        self._waited_seconds += seconds
 
     def pause(self) -> None:
         """Do not count the time until the next call as a step."""
@@ -127,7 +133,7 @@ class Stopwatch:
         slowed = 0.0
         if alone:
             slowed = self._beside_seconds - self._beside_count * statistics.median(alone)
-        return self._blocked_seconds + max(0.0, slowed)
+        return self._waited_seconds + max(0.0, slowed)
 
     def statistics(self, **counts: Any) -> CheckpointerStatistics:
         step = statistics.median(self._alone) if self._alone else 0.0
