@@ -18,6 +18,7 @@ __all__ = ["progress"]
 _logger = logging.getLogger("pyckpt")
 
 _PER_SECOND = 8
+_NAME_MAX = 44  # characters
 
 
 @contextmanager
@@ -108,13 +109,15 @@ class _Bars:
         from rich.text import Text
 
         table = Table.grid(padding=(0, 1))
+        for _ in range(6):
+            table.add_column(no_wrap=True)
         for one in self._shown:
             seconds = one.seconds
             done, total = one.measure()
             share = f"{min(1.0, done / total):4.0%}" if total else ""
             amount = f"{size_text(done)} of {size_text(total)}" if total else ""
             table.add_row(
-                Text(printable(one.name)),
+                Text(_shortened(printable(one.name))),
                 ProgressBar(
                     total=total or None, completed=min(done, total), pulse=not total, width=30
                 ),
@@ -124,3 +127,11 @@ class _Bars:
                 f"{seconds:.0f} s",
             )
         return table
+
+
+def _shortened(name: str) -> str:
+    """A name that fits beside its bar. Of a path the end is shown."""
+    if len(name) <= _NAME_MAX:
+        return name
+    doing, _, path = name.partition(" ")
+    return f"{doing} …{path[len(doing) + 2 - _NAME_MAX :]}"
