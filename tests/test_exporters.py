@@ -34,7 +34,7 @@ def some_events(rank: int = 0) -> list[events.Event]:
             **base,
         ),
         events.SaveFailed(step=20, seconds=1.0, error=OSError("full"), queue_depth=0, **base),
-        events.Restored(step=10, seconds=4.0, bytes=10**9, **base),
+        events.Restored(step=10, place=base["path"], seconds=4.0, bytes=10**9, **base),
         events.Pruned(step=5, **base),
     ]
 
