@@ -400,8 +400,8 @@ class Checkpointer(Finder):
     ) -> int | None:
         """Load the newest checkpoint that is valid for all ranks into ``state``, in place.
 
-        If it turns out to be corrupt on any rank, all ranks log an error and load the next older
-        one instead. ``load_report`` lists what was loaded.
+        If it turns out to be corrupt on any rank, the first rank logs an error, and all load the
+        next older one instead. ``load_report`` lists what was loaded.
 
         Training may go on with the step after it. Newer checkpoints stay, and the log names them.
         Each is replaced when its step is saved again. Until then this Checkpointer neither counts

@@ -166,7 +166,8 @@ def _save_late(directory: Path) -> list[str]:
 
 def test_what_all_ranks_could_say_the_first_one_says(tmp_path: Path) -> None:
     first, second = run_ranks(2, _save_late, tmp_path)
-    assert second == []
+    # The second rank speaks only if the first is late itself.
+    assert [text for text in second if "waiting 0 s for rank 0" not in text] == []
     shown = [text for text in first if "step 1: " not in text]
     expected = [
         "INFO saving step 1",
