@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from pyckpt.locks import fork_safe_lock
 from pyckpt.train.events import (
     Event,
     Pruned,
@@ -136,7 +136,7 @@ class _Numbers:
     """The last number of each kind, and counts. Any thread may look."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
         self._gauges: dict[str, float] = {}
         self._counts: dict[type[Event], int] = dict.fromkeys(_COUNTS, 0)
         self.rank = 0
