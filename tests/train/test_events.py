@@ -127,7 +127,9 @@ def test_a_callback_that_raises_is_logged_and_harms_nothing(
     assert [found.step for found in checkpointer.checkpoints()] == [1, 2]
 
 
-def test_a_callback_that_is_slow_holds_up_only_the_end(tmp_path: Path) -> None:
+def test_a_callback_that_is_slow_holds_up_only_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go_on = threading.Event()
     told: list[events.Event] = []
 
@@ -140,7 +142,14 @@ def test_a_callback_that_is_slow_holds_up_only_the_end(tmp_path: Path) -> None:
         checkpointer.save(2, Run().state)
         checkpointer.wait()
         assert told == []
-        go_on.set()
+        thread = checkpointer._announcer._thread
+        shutdown = thread.shutdown
+
+        def end() -> None:
+            go_on.set()
+            shutdown()
+
+        monkeypatch.setattr(thread, "shutdown", end)
     assert len(told) == 8  # the end of the block waits for them
 
 
