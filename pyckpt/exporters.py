@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from pyckpt.locks import fork_safe_lock
+from pyckpt import locks
 from pyckpt.train.events import (
     Event,
     Pruned,
@@ -136,7 +136,7 @@ class _Numbers:
     """The last number of each kind, and counts. Any thread may look."""
 
     def __init__(self) -> None:
-        self._lock = fork_safe_lock()
+        self._lock = locks.fork_safe_lock()
         self._gauges: dict[str, float] = {}
         self._counts: dict[type[Event], int] = dict.fromkeys(_COUNTS, 0)
         self.rank = 0

@@ -28,7 +28,7 @@ MAY_USE = {
     "speaking": set(),
     "activity": {"locks", "printable"},
     "bars": {"activity", "printable"},
-    "exporters": {"train"},
+    "exporters": {"locks", "train"},
     "timeline": set(),
     "collector": {"locks"},
     "guard": {"locks", "speaking"},
