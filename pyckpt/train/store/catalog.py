@@ -224,7 +224,7 @@ class Catalog:
             )
         if others:
             entries = "1 entry is" if len(others) == 1 else f"{len(others)} entries are"
-            return f"{entries} not named step-NNNNNNNN: {_few(others)}"
+            return f"{entries} not named as {self.naming.name(500)} is: {_few(others)}"
         return f"it holds {_few(ours)}" if ours else "the directory is empty"
 
     def _hint(self, name: str) -> str:
