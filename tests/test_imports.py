@@ -14,30 +14,24 @@ import pyckpt
 
 PACKAGE = Path(pyckpt.__file__).parent
 
-FLOOR = {"_C", "collector", "errors", "locks", "printable", "timeline"}
+FLOOR = {"_C", "activity", "collector", "errors", "locks", "printable", "speaking", "timeline"}
 """What every room may use."""
 MAY_USE = {
-    "": {
-        "_extension",
-        "convert",
-        "dcp",
-        "engine",
-        "errors",
-        "layouts",
-        "optim",
-        "statistics",
-        "train",
-    }
-    | {"train.state", "train.store"},
+    "": {"_extension", "bars", "convert", "dcp", "engine", "errors", "exporters", "layouts"}
+    | {"optim", "statistics", "train", "train.state", "train.store"},
     "_extension": {"_C", "_build"},
     "_build": set(),
     "_C": set(),
     "errors": {"printable"},
     "printable": set(),
     "locks": set(),
+    "speaking": set(),
+    "activity": {"locks", "printable"},
+    "bars": {"activity", "printable"},
+    "exporters": {"locks", "train"},
     "timeline": set(),
     "collector": {"locks"},
-    "guard": {"locks"},
+    "guard": {"locks", "speaking"},
     "layouts": set(),
     "statistics": {"_C"},
     "engine": FLOOR,

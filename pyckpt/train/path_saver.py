@@ -142,7 +142,7 @@ class PathSaver:
     def abandon(self) -> None:
         """End the thread after an error, without waiting for other ranks, which may not come."""
         self._end()
-        if (failure := self._saver.untold()) is not None:
+        if (failure := self._saver.untold()) is not None and self._ranks.rank == 0:
             _logger.error("besides, a save failed: %s", failure)
 
     def _end(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from pyckpt.train.handle import SaveHandle
@@ -29,6 +30,7 @@ class Schedule:
         save_last: whether `save_unsaved` saves the last step in any case.
         best_by: the metric by which the best checkpoints are kept, if any.
         saver, requests, agreement, ranks, stopwatch: of the Checkpointer.
+        on_skip: called with the step of a save that is left out, and that of the one under way.
 
     Attributes:
         stop_requested: whether training is asked to stop, and the state was saved for it.
@@ -48,6 +50,7 @@ class Schedule:
         agreement: Agreement,
         ranks: Ranks,
         stopwatch: Stopwatch,
+        on_skip: Callable[[int, int], None],
     ) -> None:
         self._policy = policy
         self._when_busy = when_busy
@@ -59,6 +62,7 @@ class Schedule:
         self._agreement = agreement
         self._ranks = ranks
         self._stopwatch = stopwatch
+        self._on_skip = on_skip
         self._step: int | None = None  # the step of the last call of `step`
         self._saved: SaveHandle | None = None  # the last save since the last restore
         self._calls = 0  # how often `step` was called
@@ -121,14 +125,18 @@ class Schedule:
         overwrite: bool | None,
     ) -> SaveHandle:
         """See ``Checkpointer.save``."""
-        self._saver.wait()
-        self._saver.raise_failure()
-        self._ranks.check()
-        handle = self._start(step, state, metrics, final=final, overwrite=overwrite)
-        if final:
+        begun = time.perf_counter()
+        try:
             self._saver.wait()
             self._saver.raise_failure()
-        self._stopwatch.pause()
+            self._ranks.check()
+            handle = self._start(step, state, metrics, final=final, overwrite=overwrite)
+            if final:
+                self._saver.wait()
+                self._saver.raise_failure()
+        finally:
+            self._stopwatch.waited(time.perf_counter() - begun)
+            self._stopwatch.pause()
         return handle
 
     def go_back(self, step: int) -> None:
@@ -170,9 +178,4 @@ class Schedule:
     def _tell_skipped(self, step: int) -> None:
         assert self._saver.handle is not None
         self.skipped += 1
-        _logger.warning(
-            "step %d is not saved: the save of step %d is still under way; save less often, or "
-            "pass when_busy='wait'",
-            step,
-            self._saver.handle.step,
-        )
+        self._on_skip(step, self._saver.handle.step)

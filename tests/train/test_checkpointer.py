@@ -71,7 +71,7 @@ def test_a_handle_tells_how_far_it_is(tmp_path: Path) -> None:
         assert written.bytes > 1000
         assert handle.committed.result(timeout=0) == handle.path
         assert handle.progress == 1.0
-        assert repr(handle) == "<SaveHandle of step 1: committed>"
+        assert repr(handle).startswith("<SaveHandle of step 1: committed in ")
         statistics = handle.statistics
         assert statistics.write == written
         assert 0 < statistics.staged_seconds <= statistics.written_seconds

@@ -21,6 +21,7 @@ from pyckpt.dcp.leaves import whole_size
 from pyckpt.dcp.report import some
 from pyckpt.dcp.whole import is_special
 from pyckpt.errors import LoadError
+from pyckpt.speaking import for_all
 from pyckpt.train.state import values
 from pyckpt.train.state.entry import Entry
 from pyckpt.train.state.saved import Path, Tree
@@ -300,7 +301,8 @@ class ModuleEntry(Entry):
             return
         _told.add(self._view)
         left_out = self._view.left_out
-        _logger.info(
+        _logger.log(
+            for_all(logging.INFO),
             "%s: %d parameters and buffers are not trained and not saved: %s",
             self.name,
             len(left_out),

@@ -223,7 +223,8 @@ class Catalog:
                 f"called {self.naming.name(500)}{self._hint(saved[0])}"
             )
         if others:
-            return f"it holds {_few(others)}, of which none is a checkpoint"
+            entries = "1 entry is" if len(others) == 1 else f"{len(others)} entries are"
+            return f"{entries} not named as {self.naming.name(500)} is: {_few(others)}"
         return f"it holds {_few(ours)}" if ours else "the directory is empty"
 
     def _hint(self, name: str) -> str:
