@@ -145,6 +145,11 @@ def _transformers(job: Job) -> Clock:
 # --- Accelerate -------------------------------------------------------------------------------
 
 
+def _is_saving(saves: Any) -> bool:
+    """Whether the saves of an Accelerator have one under way."""
+    return saves is not None and saves._saver is not None and saves._saver.busy
+
+
 def _accelerate(job: Job) -> Clock:
     import accelerate
     from accelerate.utils import ProjectConfiguration
@@ -164,7 +169,7 @@ def _accelerate(job: Job) -> Clock:
     batch = torch.stack([Data(inner.width)[0]["x"]] * BATCH)
     clock = Clock(inner)
     if job.way == OURS:
-        clock.idle = lambda: accelerator._saves is None or not accelerator._saves._saver.busy
+        clock.idle = lambda: not _is_saving(accelerator._saves)
     step = 0
     with clock.until_the_end():
         if job.resumes:

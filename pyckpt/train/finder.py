@@ -22,6 +22,7 @@ from pyckpt.train.store.names import DEFAULT, Naming
 from pyckpt.train.store.pieces import Direct, verify
 from pyckpt.train.store.tensors import RenameTensors
 from pyckpt.train.tiers.opening import open_tier
+from pyckpt.train.tiers.tier import Tier
 
 __all__ = ["Finder"]
 
@@ -47,7 +48,9 @@ class Finder:
             naming=DEFAULT if naming is None else Naming(naming),
             verify=partial(_verify, direct, engine),
         )
-        self._mirror = None if mirror is None else open_tier(mirror, self.directory)
+        self._mirror: Tier | None = None
+        if mirror is not None:
+            self._mirror = open_tier(mirror, self.directory, self._catalog.naming)
 
     def checkpoints(self, *, verify: bool = False) -> list[CheckpointInfo]:
         """The valid checkpoints, oldest first; also those that are in the mirror alone.

@@ -124,6 +124,11 @@ class PathSaver:
         if not self._saver.busy:
             self._remove_doomed()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way, as far as this rank knows."""
+        return self._saver.busy
+
     def wait(self) -> None:
         """Wait until no save is under way.
 
