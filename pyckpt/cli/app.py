@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from pyckpt.cli import bench, doctor, syncs, timeline
+from pyckpt.cli import bench, doctor, syncs, timeline, transfer
 from pyckpt.cli.output import FAILED, complain
 from pyckpt.errors import PyckptError
 
@@ -23,6 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+transfer.register(app)
 
 _show_traceback = False
 
