@@ -252,7 +252,7 @@ class Checkpoints(Checkpoint):
         self._step = self._saved = restored
 
     def _contents(self, trainer: Trainer) -> Contents:
-        return Contents(trainer, partial(dump, trainer))
+        return Contents(trainer.strategy, partial(dump, trainer))
 
     def _step_ended(self, trainer: Trainer) -> None:
         """Save if a save is due."""
