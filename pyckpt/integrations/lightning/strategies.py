@@ -100,6 +100,10 @@ class _Saving(_Strategy):
         path = Path(self.broadcast(filepath))
         if on_first(path.is_file):
             raise FileExistsError(17, "there is a file; remove it, or save elsewhere", str(path))
+        # ModelCheckpoint links to it, and takes the names that are there for taken, at once. If it
+        # cannot be made, the save says so.
+        with suppress(OSError):
+            path.mkdir(parents=True, exist_ok=True)
         self._open().save(path, contents, step=checkpoint["global_step"])
         if path.name.startswith("hpc_ckpt_"):
             self.wait()  # Lightning has the job ended next, and started again
