@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("lightning")
 
 import torch
-from _lightning import BATCHES, Module, Validated, same, trainer
+from _lightning import BATCHES, Module, Stop, Validated, same, trainer
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy as StockStrategy
@@ -161,6 +161,51 @@ def test_a_checkpoint_becomes_the_file_that_lightning_would_have_written(tmp_pat
     pyckpt.save({"other": torch.ones(1)}, tmp_path / "other")
     with pytest.raises(LoadError, match="no checkpoint of a Trainer"):
         to_lightning(tmp_path / "other", file)
+
+
+def test_shards_of_lightnings_own_are_refused_with_the_command_to_convert_them(
+    tmp_path: Path,
+) -> None:
+    shards = tmp_path / "shards.ckpt"
+    shards.mkdir()
+    (shards / "meta.pt").touch()
+    with pytest.raises(LoadError, match=r"consolidate_checkpoint .*pyckpt import"):
+        fit(tmp_path, ckpt_path=str(shards))
+
+
+@pytest.mark.parametrize("stop", [3, 5])
+def test_a_run_that_accumulates_gradients_goes_on(tmp_path: Path, stop: int) -> None:
+    """Within an epoch of five batches, of which each second one makes a step, and the last."""
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "limit_train_batches": 5, "epochs": 3}
+
+    class Stops(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.fit_loop.total_batch_idx + 1 == stop + 1:
+                raise Stop
+
+    def checkpoints() -> Checkpoints:
+        return Checkpoints(tmp_path / "a", every_steps=1, when_busy="wait")
+
+    whole = fit(tmp_path, **options)
+    with pytest.raises(Stop):
+        fit(tmp_path, checkpoints(), Stops(), **options)
+    again = fit(tmp_path, checkpoints(), **options)
+    assert same(again, whole)
+    assert again.losses.items() <= whole.losses.items()
+
+
+def test_two_that_save_keep_what_each_of_them_keeps(tmp_path: Path) -> None:
+    steps = ModelCheckpoint(tmp_path / "c", filename="s{step}", every_n_train_steps=2, save_top_k=1)
+    module = fit(tmp_path, steps, saves(tmp_path, save_top_k=-1), epochs=2)
+    names = sorted(path.name for path in (tmp_path / "c").iterdir())
+    assert names == ["epoch=0.ckpt", "epoch=1.ckpt", f"sstep={2 * BATCHES}.ckpt"]
+    again = fit(
+        tmp_path,
+        epochs=3,
+        ckpt_path=str(tmp_path / "c/epoch=1.ckpt"),
+    )
+    assert sorted(again.losses) == list(range(2 * BATCHES + 1, 3 * BATCHES + 1))
+    assert sorted(module.losses) == list(range(1, 2 * BATCHES + 1))
 
 
 @pytest.mark.parametrize("least", [{"min_epochs": 3}, {"min_steps": 3 * BATCHES}])

@@ -187,6 +187,8 @@ class _Saving(_Strategy):
         return template.checkpoint()
 
     def _load_stock(self, path: Path, given: Any, weights_only: bool | None) -> Any:
+        if not isinstance(self, _FSDP | _ModelParallel):
+            refuse_shards(path, self)
         # What is no local file or directory is left as it was given: it may be a URL.
         return super().load_checkpoint(path if path.exists() else given, weights_only=weights_only)
 
@@ -257,6 +259,18 @@ def look_at(path: Path) -> tuple[bool, bool]:
     """Whether there is a checkpoint of pyckpt, and whether there is a directory that is none."""
     is_ours = is_checkpoint(path) and not _is_stock(path)
     return is_ours, not is_ours and path.is_dir() and not _is_stock(path)
+
+
+def refuse_shards(path: Path, strategy: Any) -> None:
+    """Raise a `LoadError` if there is a sharded checkpoint of Lightning's own."""
+    if on_first(lambda: _is_stock(path)):
+        raise LoadError(
+            f"{path} is a sharded checkpoint of Lightning's own, which {type(strategy).__name__} "
+            "does not load. Make it one file, by: python -m "
+            f"lightning.pytorch.utilities.consolidate_checkpoint {path}; then load "
+            f"{path}.consolidated, or make it a checkpoint of pyckpt, by: "
+            f"pyckpt import {path}.consolidated DIR"
+        )
 
 
 def _is_last(path: Path, trainer: Trainer | None) -> bool:
