@@ -23,7 +23,7 @@ def _swap() -> None:
     # The modules that take the strategies by their names.
     import lightning.fabric.connector
     import lightning.pytorch.core.saving
-    import lightning.pytorch.trainer.connectors.accelerator_connector  # noqa: F401
+    import lightning.pytorch.trainer.connectors.accelerator_connector
     from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.pytorch.strategies import StrategyRegistry
 

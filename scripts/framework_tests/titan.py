@@ -1,8 +1,8 @@
 """torchtitan's tests of its CheckpointManager.
 
-Most of them replace ``dcp.save`` and ``dcp.load`` by records of the calls, or by others that write a
-file. Ours saves and loads all the same, and calls these besides, as torchtitan would. What a record
-is asked to load, and is no checkpoint, is left to the record.
+Most of them replace ``dcp.save`` and ``dcp.load`` by records of the calls, or by others that write
+a file. Ours saves and loads all the same, and calls these besides, as torchtitan would. What a
+record is asked to load, and is no checkpoint, is left to the record.
 """
 
 from __future__ import annotations
