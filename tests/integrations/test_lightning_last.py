@@ -6,6 +6,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy as StockStrategy
 import pyckpt
 from pyckpt.errors import LoadError
 from pyckpt.integrations.lightning import Checkpoints, SingleDeviceStrategy, to_lightning
+
+HERE = Path(__file__).parent
 
 
 def fit(root: Path, *callbacks: Any, epochs: int = 1, **options: Any) -> Module:
@@ -86,6 +91,31 @@ def test_a_run_whose_first_save_was_killed_begins_anew(
     assert "training begins anew" in caplog.text
     again = fit(tmp_path, saves(tmp_path, save_last=True), epochs=2, ckpt_path="last")
     assert min(again.losses) == BATCHES + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rename", "first"), [(1, 1), (2, BATCHES + 1), (4, BATCHES + 1)])
+def test_a_run_that_is_killed_at_a_commit_goes_on_by_the_same_command(
+    tmp_path: Path, rename: int, first: int
+) -> None:
+    """Each epoch commits a checkpoint, and then the last one."""
+    script = f"""
+        import sys
+        sys.path[:0] = {[str(HERE), str(HERE.parent / "helpers")]!r}
+        from pathlib import Path
+        from test_lightning_last import fit, saves
+        root = Path(sys.argv[1])
+        module = fit(root, saves(root, save_last=True), epochs=3, ckpt_path="last")
+        print("from", min(module.losses))
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), str(tmp_path)]
+    inject = f"inject=rename,renameat,renameat2:signal=SIGKILL:when={rename}"
+    trace = ["strace", "-f", "--seccomp-bpf", "-qq", "-o", os.devnull, "-e", inject]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}  # which renames, too
+    killed = subprocess.run([*trace, *command], capture_output=True, text=True, env=environment)
+    assert killed.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL), killed.stderr
+    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert again.stdout.split()[-2:] == ["from", str(first)]
 
 
 def test_what_is_not_the_last_is_not_passed_over(tmp_path: Path) -> None:
