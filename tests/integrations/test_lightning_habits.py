@@ -58,8 +58,7 @@ def test_processes_that_lightning_starts_hand_their_results_back(tmp_path: Path)
         from pathlib import Path
         from lightning.pytorch.strategies import DDPStrategy
         from _lightning import Module, trainer
-        import pyckpt
-from pyckpt.integrations.lightning import Checkpoints
+        from pyckpt.integrations.lightning import Checkpoints
         if __name__ == "__main__":
             root = Path(sys.argv[1])
             checkpoints = Checkpoints(root)
