@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ def unfinished(path: Path) -> None:
     """What a save leaves that is killed before it is committed."""
     path.mkdir(parents=True)
     (path / "__0_begun.distcp").write_bytes(b"a part")
+    later = time.time() + 60
+    os.utime(path, (later, later))  # Lightning takes the newest
 
 
 def test_a_last_checkpoint_whose_save_was_killed_is_passed_over(
