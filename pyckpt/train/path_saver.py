@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -70,7 +70,7 @@ class PathSaver:
             engine=engine,
             on_commit=lambda handle: self._remove_doomed(),
         )
-        self._doomed: list[Path] = []
+        self._doomed: dict[Path, Callable[[], object]] = {}
         self._lock = fork_safe_lock()
 
     def save(
@@ -95,7 +95,7 @@ class PathSaver:
         self._ranks.check()
         self._paths.now = directory_of(path)
         with self._lock:
-            self._doomed = [doomed for doomed in self._doomed if doomed != self._paths.now]
+            self._doomed.pop(self._paths.now, None)
         handle = self._saver.start(step, state_of(state), {}, final=False, overwrite=True)
         # Frameworks change parameters between steps, too: averaged weights come and go.
         self._saver.wait_staged()
@@ -117,10 +117,18 @@ class PathSaver:
         restorer.load(directory, state, options)
         return restorer.report
 
-    def remove(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint once the last save is committed. Call it on one rank."""
+    def remove(
+        self, path: str | os.PathLike[str], *, by: Callable[[], object] | None = None
+    ) -> None:
+        """Remove a checkpoint once the last save is committed. Call it on one rank.
+
+        Args:
+            path: the checkpoint.
+            by: what removes it, if it is not one of pyckpt's; returns False if it did not.
+        """
+        path = directory_of(path)
         with self._lock:
-            self._doomed.append(directory_of(path))
+            self._doomed[path] = by or (lambda: remove(path))
         if not self._saver.busy:
             self._remove_doomed()
 
@@ -154,7 +162,8 @@ class PathSaver:
         self._saver.wait()
         self._remove_doomed()
         if self._doomed:
-            _logger.warning("not removed, since the save after it failed: %s", self._doomed)
+            names = ", ".join(map(str, self._doomed))
+            _logger.warning("not removed, since the save after it failed: %s", names)
         self._saver.close()
 
     def _remove_doomed(self) -> None:
@@ -162,10 +171,10 @@ class PathSaver:
         if ended and ended == failed:
             return
         with self._lock:
-            doomed, self._doomed = self._doomed, []
-        for path in doomed:
+            doomed, self._doomed = self._doomed, {}
+        for path, by in doomed.items():
             try:
-                if not remove(path):
+                if by() is False:
                     _logger.warning("not removed, since it is a link or being read: %s", path)
             except FileNotFoundError:
                 pass

@@ -13,10 +13,12 @@ import pytest
 
 pytest.importorskip("lightning")
 
+import torch
 from _lightning import Module, Validated, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 
+import pyckpt
 from pyckpt.integrations.lightning import Checkpoints, SingleDeviceStrategy
 
 HERE = Path(__file__).parent
@@ -75,6 +77,38 @@ def test_processes_that_lightning_starts_hand_their_results_back(tmp_path: Path)
     best = Path(done.stdout.split()[-1])
     assert best.parent == tmp_path / "run"
     assert (best / ".metadata").exists()
+
+
+@pytest.mark.slow
+def test_a_save_after_processes_have_ended_is_on_disk_when_the_call_returns(
+    tmp_path: Path,
+) -> None:
+    """The strategy of the first process never ran, so nothing would wait for it later."""
+    script = f"""
+        import os, sys
+        sys.path[:0] = {[str(HERE), str(HERE.parent / "helpers")]!r}
+        from pathlib import Path
+        from _lightning import Module, trainer
+        from pyckpt.integrations.lightning import DDPStrategy
+        if __name__ == "__main__":
+            root = Path(sys.argv[1])
+            spawn = DDPStrategy(start_method="spawn", process_group_backend="gloo")
+            run = trainer(root, strategy=spawn, epochs=1)
+            run.fit(Module())
+            run.save_checkpoint(root / "after")
+            os._exit(0)
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    subprocess.run(
+        [sys.executable, "-W", "ignore", tmp_path / "script.py", tmp_path],
+        capture_output=True,
+        check=True,
+    )
+    weights = pyckpt.load(tmp_path / "after")["model"]
+    (newest,) = (tmp_path / "checkpoints").iterdir()
+    trained = pyckpt.load(newest)["model"]
+    assert weights.keys() == trained.keys()
+    assert all(torch.equal(weights[name], trained[name]) for name in weights)
 
 
 def test_a_checkpoint_for_slurm_is_on_disk_when_the_call_returns(tmp_path: Path) -> None:

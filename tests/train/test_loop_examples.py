@@ -93,6 +93,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict
         ("tp_fsdp2", 4, 4),
         ("tp_fsdp2", 4, 2),
         ("pipeline", 2, 2),
+        ("pipeline", 2, 1),
+        ("pipeline", 2, 4),
     ],
 )
 def test_a_loop_goes_on_where_it_was_killed(

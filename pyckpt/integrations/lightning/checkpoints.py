@@ -102,6 +102,7 @@ class Checkpoints(Checkpoint):
         self._step = 0  # the last one that the Checkpointer was told of
         self._saved: int | None = None  # the last one that was saved or restored
         self._validated = False
+        self._least: tuple[Any, Any] | None = None  # the Trainer's, while they are put aside
 
     # --- what Lightning asks of a checkpoint callback ---------------------------------------------
 
@@ -201,6 +202,9 @@ class Checkpoints(Checkpoint):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()
+        least, self._least = self._least, None
+        if least is not None:
+            trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = least
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -252,7 +256,7 @@ class Checkpoints(Checkpoint):
         self._step = self._saved = restored
 
     def _contents(self, trainer: Trainer) -> Contents:
-        return Contents(trainer, partial(dump, trainer))
+        return Contents(trainer.strategy, partial(dump, trainer))
 
     def _step_ended(self, trainer: Trainer) -> None:
         """Save if a save is due."""
@@ -267,7 +271,16 @@ class Checkpoints(Checkpoint):
         handle = self._checkpointer.step(step, self._contents(trainer), metrics=None)
         self._note(step, handle)
         if self._checkpointer.stop_requested:
-            trainer.should_stop = True
+            self._stop(trainer)
+
+    def _stop(self, trainer: Trainer) -> None:
+        """End training, also if ``min_epochs`` or ``min_steps`` are not reached: whoever sent the
+        signal will not wait for these."""
+        loop = trainer.fit_loop
+        if self._least is None:
+            self._least = (loop.min_epochs, loop.epoch_loop.min_steps)
+        loop.min_epochs = loop.epoch_loop.min_steps = None
+        trainer.should_stop = True
 
     def _save_unsaved(self, trainer: Trainer) -> None:
         if self._checkpointer is not None and self._saved != trainer.global_step:

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import lightning
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
 from torchmetrics import Metric
@@ -117,26 +118,28 @@ class Contents(Mapping[str, Any]):
     made when an object is asked for first, since most steps are not saved.
 
     Args:
-        trainer: whose state it is.
+        strategy: of the Trainer. A program can have connected a module without a Trainer.
         make: makes the checkpoint.
         weights_only: leave out all that only training needs.
     """
 
     def __init__(
         self,
-        trainer: Trainer,
+        strategy: Strategy,
         make: Callable[[], tuple[dict[str, Any], Handed]],
         *,
         weights_only: bool = False,
     ) -> None:
-        self._trainer = trainer
+        assert strategy.lightning_module is not None
+        self._strategy = strategy
+        self._module = strategy.lightning_module
         self._make = make
         self._objects: dict[str, Any] | None = None
         self._names = ["model", "lightning"]
         if not weights_only:
-            self._names += [f"optimizer_{i}" for i in range(len(trainer.optimizers))]
+            self._names += [f"optimizer_{i}" for i in range(len(strategy.optimizers))]
             self._names += ["loaders", "rng"]
-            if _has_metrics(trainer.lightning_module):
+            if _has_metrics(self._module):
                 self._names.append("metrics")
 
     def __getitem__(self, name: str) -> Any:
@@ -151,7 +154,6 @@ class Contents(Mapping[str, Any]):
         return len(self._names)
 
     def _collect(self) -> dict[str, Any]:
-        trainer = self._trainer
         checkpoint, handed = self._make()
         rest = {
             key: value
@@ -162,11 +164,11 @@ class Contents(Mapping[str, Any]):
         fit = loops["fit_loop"] = dict(loops["fit_loop"])
         own = fit["state_dict"] = dict(fit["state_dict"])
         loaders = own.pop(_LOADERS, [])
-        for owner in (trainer.lightning_module, trainer.datamodule):
-            if owner is not None and owner.CHECKPOINT_HYPER_PARAMS_KEY in rest:
-                key = owner.CHECKPOINT_HYPER_PARAMS_KEY
-                rest[key] = _plain(rest[key], type(owner).__name__)
-        module: Any = trainer.strategy.model
+        for owner in (LightningModule, LightningDataModule):
+            key = owner.CHECKPOINT_HYPER_PARAMS_KEY
+            if key in rest:
+                rest[key] = _plain(rest[key], f"{type(self._module).__name__} ({key})")
+        module: Any = self._strategy.model
         weights = checkpoint["state_dict"]
         if not _is_same(weights, handed.weights):  # a hook has put others in their place
             module = Replaced(module, weights)
@@ -175,10 +177,10 @@ class Contents(Mapping[str, Any]):
             "lightning": rest,
             "loaders": pyckpt.PerRank(loaders),
             "rng": handed.generators,
-            **{f"optimizer_{i}": one for i, one in enumerate(trainer.optimizers)},
+            **{f"optimizer_{i}": one for i, one in enumerate(self._strategy.optimizers)},
         }
         if "metrics" in self._names:
-            found["metrics"] = pyckpt.MetricState(trainer.lightning_module)
+            found["metrics"] = pyckpt.MetricState(self._module)
         return {name: found[name] for name in self._names}
 
 

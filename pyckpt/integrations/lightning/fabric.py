@@ -26,7 +26,7 @@ from pyckpt.errors import LoadError
 from pyckpt.format.paths import paths
 from pyckpt.integrations.first import on_first
 from pyckpt.integrations.lightning.contents import module_state
-from pyckpt.integrations.lightning.strategies import look_at
+from pyckpt.integrations.lightning.strategies import look_at, refuse_shards
 from pyckpt.train.path_saver import PathSaver
 from pyckpt.train.restorer import LoadOptions
 from pyckpt.train.state.modules import Replaced
@@ -82,6 +82,8 @@ class _Saving(_Strategy):
         if not is_ours:
             if is_unfinished:
                 raise LoadError(f"{path} holds no checkpoint, or one whose save did not finish")
+            if not isinstance(self, _FSDP | _ModelParallel):
+                refuse_shards(path, self)
             return dict(super().load_checkpoint(path, state, strict, weights_only))
         if not state:
             return {name: value for name, value in load_all(path).items() if name != NOTE_KEY}

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch import LightningModule, Trainer
+import lightning
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy as _DDP
 from lightning.pytorch.strategies import FSDPStrategy as _FSDP
 from lightning.pytorch.strategies import ModelParallelStrategy as _ModelParallel
@@ -14,14 +20,18 @@ from lightning.pytorch.strategies import SingleDeviceStrategy as _SingleDevice
 
 from pyckpt import optim
 from pyckpt.errors import LoadError
+from pyckpt.format import commit
 from pyckpt.integrations.first import on_first
 from pyckpt.integrations.lightning.contents import Contents, Handed, Later, Template
+from pyckpt.integrations.lightning.files import as_lightning
 from pyckpt.train.path_saver import PathSaver, is_checkpoint
 from pyckpt.train.restorer import LoadOptions
 from pyckpt.train.state.per_rank import Merge
 from pyckpt.train.store.removal import remove
 
 __all__ = ["DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "SingleDeviceStrategy"]
+
+_logger = logging.getLogger("pyckpt")
 
 _Strategy: Any = object  # one of Lightning's, in each class that is made of these
 
@@ -57,11 +67,11 @@ class _Saving(_Strategy):
         self._handed: Handed | None = None
         self._later: Later | None = None
         self._is_loaded = False  # the module and the optimizers, by `load_checkpoint`
-        self._is_over = False
+        self._is_running = False  # a Trainer runs, and will wait for the last save when it ends
 
-    def connect(self, model: LightningModule) -> None:
-        super().connect(model)
-        self._is_over = False
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._is_running = True
 
     # --- saving -----------------------------------------------------------------------------------
 
@@ -82,19 +92,22 @@ class _Saving(_Strategy):
             raise TypeError(f"{type(self).__name__} takes no storage_options")
         handed, self._handed = self._handed, None
         assert handed is not None
-        trainer = self._trainer
         contents = Contents(
-            trainer,
+            self,
             lambda: (checkpoint, handed),
             weights_only="optimizer_states" not in checkpoint,
         )
         path = Path(self.broadcast(filepath))
         if on_first(path.is_file):
             raise FileExistsError(17, "there is a file; remove it, or save elsewhere", str(path))
+        # ModelCheckpoint links to it, and takes the names that are there for taken, at once. If it
+        # cannot be made, the save says so.
+        with suppress(OSError):
+            path.mkdir(parents=True, exist_ok=True)
         self._open().save(path, contents, step=checkpoint["global_step"])
         if path.name.startswith("hpc_ckpt_"):
             self.wait()  # Lightning has the job ended next, and started again
-        if self._is_over:  # nothing will wait for it later
+        if not self._is_running:  # nothing will wait for it later
             self._close()
 
     def wait(self) -> None:
@@ -110,14 +123,15 @@ class _Saving(_Strategy):
         if not self.is_global_zero:
             return
         path = Path(filepath)
+        by: Callable[[], object] = partial(_remove, path)
         if path.is_symlink():  # of save_last="link"
-            path.unlink()
+            by = partial(path.unlink, missing_ok=True)
         elif path.is_file() or _is_stock(path):
-            super().remove_checkpoint(filepath)
-        elif self._saver is not None:
-            self._saver.remove(filepath)
+            by = partial(super().remove_checkpoint, filepath)
+        if self._saver is not None:
+            self._saver.remove(path, by=by)
         else:
-            remove(path)
+            by()
 
     # --- loading ----------------------------------------------------------------------------------
 
@@ -134,11 +148,31 @@ class _Saving(_Strategy):
         path = Path(self.broadcast(checkpoint_path))
         # The first rank looks: file systems of others may lag behind.
         self._is_loaded, is_unfinished = on_first(lambda: look_at(path))
-        if not self._is_loaded:
-            if is_unfinished:
+        trainer = self._attached()
+        if is_unfinished:
+            instead = on_first(lambda: _newest_beside(path, trainer))
+            if instead is None:
+                if trainer is not None and trainer.state.fn == "fit" and _is_last(path, trainer):
+                    _logger.warning(
+                        "%s holds no complete checkpoint, and neither does its directory: "
+                        "training begins anew",
+                        path,
+                    )
+                    return _Nothing({"pytorch-lightning_version": lightning.__version__})
                 raise LoadError(f"{path} holds no checkpoint, or one whose save did not finish")
-            return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        trainer = self._trainer
+            _logger.warning(
+                "%s holds no complete checkpoint, since its save did not finish; the newest "
+                "complete one beside it is loaded: %s",
+                path,
+                instead,
+            )
+            path = instead
+            self._is_loaded = on_first(lambda: look_at(path)[0])
+        if not self._is_loaded:
+            return self._load_stock(path, checkpoint_path, weights_only)
+        if trainer is None:
+            self._is_loaded = False  # the module is not here; Lightning loads what it is handed
+            return as_lightning(path)
         fitting = trainer.state.fn == "fit"
         template = Template(trainer, fitting=fitting, merge_data=self._merge_data)
         strict = trainer.lightning_module.strict_loading
@@ -146,10 +180,30 @@ class _Saving(_Strategy):
             missing="error" if strict else "keep",
             unexpected="error" if strict else "ignore",
         )
-        self._open().load(path, template.objects, options)
+        with self._loader() as loader:
+            loader.load(path, template.objects, options)
         if fitting:
             self._later = template.rest_of()
         return template.checkpoint()
+
+    def _load_stock(self, path: Path, given: Any, weights_only: bool | None) -> Any:
+        if not isinstance(self, _FSDP | _ModelParallel):
+            refuse_shards(path, self)
+        # What is no local file or directory is left as it was given: it may be a URL.
+        return super().load_checkpoint(path if path.exists() else given, weights_only=weights_only)
+
+    @contextmanager
+    def _loader(self) -> Iterator[PathSaver]:
+        if self._saver is not None:
+            yield self._saver
+            return
+        saver = PathSaver(direct=self._direct)  # has a thread, which nothing would end later
+        try:
+            yield saver
+        except BaseException:
+            saver.abandon()
+            raise
+        saver.close()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if not self._is_loaded:
@@ -163,7 +217,8 @@ class _Saving(_Strategy):
         super().on_train_start()
         later, self._later = self._later, None
         if later is not None:
-            later.restore(self._trainer)
+            assert self.lightning_module is not None
+            later.restore(self.lightning_module.trainer)
         for optimizer in self.optimizers:  # in case Lightning has loaded them
             optim.repair(optimizer)
 
@@ -176,16 +231,18 @@ class _Saving(_Strategy):
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        self._is_over = True
+        self._is_running = False
         try:
             self._close()  # before the module and the optimizers are moved away
         finally:
             super().teardown()
 
-    @property
-    def _trainer(self) -> Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
+    def _attached(self) -> Trainer | None:
+        """The Trainer; None if a program has connected a module without one, or no module."""
+        try:
+            return None if self.lightning_module is None else self.lightning_module.trainer
+        except RuntimeError:
+            return None
 
     def _open(self) -> PathSaver:
         if self._saver is None:
@@ -202,6 +259,56 @@ def look_at(path: Path) -> tuple[bool, bool]:
     """Whether there is a checkpoint of pyckpt, and whether there is a directory that is none."""
     is_ours = is_checkpoint(path) and not _is_stock(path)
     return is_ours, not is_ours and path.is_dir() and not _is_stock(path)
+
+
+def refuse_shards(path: Path, strategy: Any) -> None:
+    """Raise a `LoadError` if there is a sharded checkpoint of Lightning's own."""
+    if on_first(lambda: _is_stock(path)):
+        raise LoadError(
+            f"{path} is a sharded checkpoint of Lightning's own, which {type(strategy).__name__} "
+            "does not load. Make it one file, by: python -m "
+            f"lightning.pytorch.utilities.consolidate_checkpoint {path}; then load "
+            f"{path}.consolidated, or make it a checkpoint of pyckpt, by: "
+            f"pyckpt import {path}.consolidated DIR"
+        )
+
+
+def _is_last(path: Path, trainer: Trainer | None) -> bool:
+    """Whether Lightning would take it for ``ckpt_path="last"``. It does not say whether it did."""
+    return trainer is not None and any(
+        isinstance(one, ModelCheckpoint)
+        and one.dirpath is not None
+        and os.path.abspath(one.dirpath) == os.path.abspath(path.parent)
+        and path.name.startswith(one.CHECKPOINT_NAME_LAST)
+        for one in trainer.checkpoint_callbacks
+    )
+
+
+def _newest_beside(path: Path, trainer: Trainer | None) -> Path | None:
+    """The newest complete checkpoint of the directory, if ``path`` may have been chosen for being
+    the last. It is when a save of the last one was killed that none would be found otherwise."""
+    if not _is_last(path, trainer):
+        return None
+    found = []
+    for one in path.parent.iterdir():
+        if one.suffix == path.suffix and not one.is_symlink():
+            is_ours, is_unfinished = look_at(one)
+            if not is_unfinished:
+                committed = one / commit.metadata_name() if is_ours else one
+                found.append((committed.stat().st_mtime_ns, one))
+    return max(found, default=(0, None))[1]
+
+
+class _Nothing(dict[str, Any]):
+    """A checkpoint from which Lightning restores nothing."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def _remove(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        remove(path)
 
 
 def _is_stock(path: Path) -> bool:
