@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pyckpt.cli import diff, inspect, ls, prune, verify
 from pyckpt.cli.output import FAILED, complain, log_to_stderr
 from pyckpt.errors import PyckptError
 
@@ -81,6 +82,11 @@ def _common(
 
 # A command's module imports what it works with in its functions, so that the others start quickly.
 # One line for each module:
+app.command("ls")(ls.ls)
+app.command("inspect")(inspect.inspect)
+app.command("verify")(verify.verify)
+app.command("diff")(diff.diff)
+app.command("prune")(prune.prune)
 
 
 def run() -> None:

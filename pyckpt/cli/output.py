@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ __all__ = [
     "AsJson",
     "complain",
     "console",
+    "finite",
     "format_bytes",
     "format_seconds",
     "log_to_stderr",
@@ -131,6 +133,11 @@ def print_json(value: Any) -> None:
     say None for them."""
     json.dump(value, sys.stdout, indent=1, allow_nan=False)
     sys.stdout.write("\n")
+
+
+def finite(number: float | None) -> float | None:
+    """A number as JSON can have it: None for infinities and NaN."""
+    return number if number is not None and math.isfinite(number) else None
 
 
 def complain(error: BaseException | str) -> None:

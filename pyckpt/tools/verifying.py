@@ -343,7 +343,8 @@ class _Work:
         reads: list[_Read] = []
         for one, place in zip(batch, places, strict=True):
             try:
-                reads.append((one, *self._job([one], [place]), place, None))
+                (checksum,) = self._job([one], [place])
+                reads.append((one, checksum, place, None))
             except OSError as error:
                 if is_shortage(error):
                     raise
