@@ -48,9 +48,10 @@ MAY_USE = {
     "train.tiers": FLOOR | {"format", "remote", "train.arguments", "train.store"},
     "train.sync": FLOOR | {"dcp", "train.arguments"},
     "profiling": {"locks"},
+    "tools": FLOOR | {"dcp", "engine", "format", "train.store"},
     "__main__": {"cli"},
     "cli": FLOOR
-    | {"", "dcp", "engine", "format", "optim", "profiling", "statistics", "train"}
+    | {"", "dcp", "engine", "format", "optim", "profiling", "statistics", "tools", "train"}
     | {"train.state", "train.store"},
     # What a program could import; nothing else imports an integration.
     "integrations": FLOOR

@@ -11,6 +11,7 @@ import typer
 from pyckpt.cli.output import (
     BAD,
     AsJson,
+    counted,
     finite,
     format_bytes,
     print_json,
@@ -68,9 +69,13 @@ def _show(found: Comparison, *, metadata: bool) -> None:
             right="<<<<>>>>>",
         )
         say()
+    for one in found.differences:
+        if one.why:
+            say(f"{one.key}: {one.why}")
     what = "alike in shape and dtype" if metadata else "equal"
     read = "" if metadata else f" ({format_bytes(found.bytes)} compared)"
-    say(f"{found.equal} values are {what}, {len(found.differences)} differ{read}")
+    differ = len(found.differences)
+    say(f"{what}: {counted(found.equal, 'value')}; different: {differ}{read}")
 
 
 def _row(one: Difference) -> list[str]:

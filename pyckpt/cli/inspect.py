@@ -12,6 +12,7 @@ from pyckpt.cli.output import (
     BAD,
     AsJson,
     complain,
+    counted,
     finite,
     format_bytes,
     print_json,
@@ -122,16 +123,18 @@ def _show_saved(found: Contents) -> None:
     saved = found.saved
     when = datetime.datetime.fromtimestamp(saved.time).astimezone()
     tensors = sum(key.kind == "tensor" for key in found.keys)
+    objects = len(found.keys) - tensors
+    size = format_bytes(sum(found.files.values()))
     items = [
         ["path", str(found.path)],
-        ["saved by", f"{saved.by}, {saved.ranks} rank{'s' * (saved.ranks != 1)}"],
+        ["saved by", f"{saved.by}, {counted(saved.ranks, 'rank')}"],
         ["saved at", when.isoformat(" ", "seconds")],
         ["step", "" if saved.step is None else f"{saved.step}{' (final)' * saved.final}"],
         ["metrics", " ".join(f"{name}={value:.6g}" for name, value in saved.metrics.items())],
         ["save", saved.save_id or ""],
         ["metadata version", saved.version or ""],
-        ["values", f"{tensors} tensors, {len(found.keys) - tensors} objects"],
-        ["size", f"{format_bytes(sum(found.files.values()))} in {len(found.files)} files"],
+        ["values", f"{counted(tensors, 'tensor')}, {counted(objects, 'object')}"],
+        ["size", f"{size} in {counted(len(found.files), 'file')}"],
     ]
     print_table(["", ""], [item for item in items if item[1]])
 
@@ -161,7 +164,8 @@ def _show_tree(keys: list[Key], depth: int | None, *, is_chosen: bool) -> None:
     print_table(_HEADINGS, rows, right=_RIGHT)
     if automatic and hidden:
         assert depth is not None
-        say(f"\n{len(keys)} values; --depth {depth + 1} shows another level")
+        say()
+        say(f"{counted(len(keys), 'value')}; --depth {depth + 1} shows another level")
 
 
 def _show_value(found: Contents, key: Key, numbers: dict[str, Statistics | str]) -> None:
@@ -174,9 +178,11 @@ def _show_value(found: Contents, key: Key, numbers: dict[str, Statistics | str])
         from pyckpt.errors import UnsafeCheckpoint
 
         try:
-            say(f"\n{objects.describe(objects.load(found.path, key.name, saved.parts[0]))}")
+            words = objects.describe(objects.load(found.path, key.name, saved.parts[0]))
         except UnsafeCheckpoint as error:
-            say(f"\ncontains {', '.join(error.refused)}, which is not loaded")
+            words = f"contains {', '.join(error.refused)}, which is not loaded"
+        say()
+        say(words)
     rows = [
         [
             str(list(part.offsets)) if key.kind == "tensor" else "",

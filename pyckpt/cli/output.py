@@ -31,6 +31,7 @@ __all__ = [
     "AsJson",
     "complain",
     "console",
+    "counted",
     "finite",
     "format_bytes",
     "format_seconds",
@@ -144,6 +145,11 @@ def complain(error: BaseException | str) -> None:
     """Prints one line to standard error, in which nothing from a checkpoint moves the cursor."""
     text = str(error) or type(error).__name__ if isinstance(error, BaseException) else error
     print(f"pyckpt: {printable(text)}", file=sys.stderr)
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things: ``1 value``, ``2 values``."""
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def format_bytes(count: float) -> str:

@@ -14,6 +14,7 @@ from pyckpt.cli.output import (
     GOOD,
     AsJson,
     complain,
+    counted,
     format_bytes,
     print_json,
     progress_bar,
@@ -85,10 +86,12 @@ def _show(name: str, found: Verified, seconds: float) -> None:
     if seconds > 0:
         speed += f" ({format_bytes(found.bytes / seconds)}/s)"
     if found.good:
-        say(f"{name}: good: {found.items} items, {speed}")
+        say(f"{name}: good: {counted(found.items, 'item')}, {speed}")
     else:
         keys = {damage.key for damage in found.damages if damage.key is not None}
-        say(f"{name}: DAMAGED: {len(keys)} values; {found.items} items are good, {speed}")
+        say(
+            f"{name}: DAMAGED: {counted(len(keys), 'value')}; {found.items} items are good, {speed}"
+        )
         for damage in found.damages[:_SHOWN]:
             where = damage.file if damage.offset is None else f"{damage.file} at {damage.offset}"
             say(f"  {where}: " + (f"{damage.key}: " if damage.key else "") + damage.what)
@@ -100,7 +103,7 @@ def _show(name: str, found: Verified, seconds: float) -> None:
         say("  its metadata has no checksum")
     if found.unchecked:
         count = len(found.unchecked)
-        say(f"  {count} values have no checksum, such as {found.unchecked[0]}: only their length")
+        say(f"  {counted(count, 'value')} without a checksum, such as {found.unchecked[0]}")
 
 
 def _json(found: Verified) -> dict[str, Any]:

@@ -47,6 +47,8 @@ class Difference:
     nan_a: int = 0
     """How many elements of A are NaN."""
     nan_b: int = 0
+    why: str = ""
+    """Why it was not compared."""
 
 
 @dataclass
@@ -171,7 +173,7 @@ class _Values:
     def fail(self, error: Exception) -> None:
         self._failed = True
         text = str(error) or type(error).__name__
-        self._found = Difference(self.key.name, "not compared", a=text)
+        self._found = Difference(self.key.name, "not compared", why=text)
 
     def finish(self, comparison: Comparison) -> None:
         comparison.bytes += self.key.bytes
@@ -242,11 +244,11 @@ def _compare_objects(found: Comparison, key: Key, other: Key) -> None:
     parts = value(found.a.metadata, name).parts, value(found.b.metadata, name).parts
     if any(part.transformed for part in [*parts[0], *parts[1]]):
         why = "transformed by an extension of DCP"
-        found.differences.append(Difference(name, "not compared", a=why))
+        found.differences.append(Difference(name, "not compared", why=why))
         return
     if len(parts[0]) != 1 or len(parts[1]) != 1:
         why = "saved in parts that are no plain tensors"
-        found.differences.append(Difference(name, "not compared", a=why))
+        found.differences.append(Difference(name, "not compared", why=why))
         return
     (x,), (y,) = parts
     a, b = found.a.path, found.b.path
@@ -256,7 +258,7 @@ def _compare_objects(found: Comparison, key: Key, other: Key) -> None:
             return
         old, new = objects.load(a, name, x), objects.load(b, name, y)
     except (OSError, PyckptError) as error:
-        found.differences.append(Difference(name, "not compared", a=str(error)))
+        found.differences.append(Difference(name, "not compared", why=str(error)))
         return
     if objects.same(old, new):
         found.equal += 1

@@ -79,7 +79,7 @@ class Verified:
     items: int = 0
     """Parts of values whose bytes were compared with a checksum."""
     bytes: int = 0
-    """Of the files that were read."""
+    """Of the items that were read."""
     unchecked: list[str] = field(default_factory=list)
     """Keys of values that have no checksums, or that an extension of DCP has transformed: of these
     it is only known that their bytes are there."""
@@ -212,6 +212,7 @@ class _Work:
                 for future, _ in under_way:
                     future.cancel()
         self._judge_envelopes()
+        self._found.bytes = self._done
         self._found.damages.sort(key=lambda one: (one.file, one.offset or 0, one.key or ""))
         self._found.unchecked = sorted(set(self._found.unchecked))
         return self._found
@@ -484,7 +485,6 @@ class _Work:
 
     def _count(self, part: Part) -> None:
         self._found.items += 1
-        self._found.bytes += part.length
         self._found.by_stock |= part.crc32 is None
 
     def _leave(self, key: str, part: Part) -> None:
