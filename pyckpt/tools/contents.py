@@ -12,6 +12,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from pyckpt.collector import collector_paused
-from pyckpt.errors import CorruptCheckpoint
+from pyckpt.errors import CorruptCheckpoint, PyckptError
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
 from pyckpt.tools.values import values
@@ -113,7 +114,10 @@ def contents(path: str | os.PathLike[str], *, rank: int | None = None) -> Conten
     metadata = metadata_of(directory, rank)
     status = os.stat(directory / commit.metadata_name(rank))
     files = metadata_format.data_files(metadata)
-    note = note_of(directory, metadata) or Note(None, False, {})
+    note = None
+    with suppress(OSError, PyckptError):  # what is damaged can be looked into all the same
+        note = note_of(directory, metadata)
+    note = note or Note(None, False, {})
     with collector_paused():
         keys, checked = _keys(metadata)
     meta = metadata.storage_meta

@@ -277,14 +277,6 @@ class Catalog:
     def _examine(self, step: int, path: Path, verify: bool) -> DirectoryEntry:
         try:
             known = self._read(step, path)
-            for name, expected in known.files.items():
-                status = (path / name).stat()
-                check_regular(status, path / name)
-                found = status.st_size
-                if found != expected:
-                    raise CorruptCheckpoint(
-                        f"{name} has {found} bytes, and {expected} were saved", path=str(path)
-                    )
             if verify and self._verify is not None:
                 self._verify(path, metadata_format.read(path / commit.metadata_name()))
         except FileNotFoundError as error:
@@ -298,10 +290,12 @@ class Catalog:
             signature = (status.st_ino, status.st_size, status.st_mtime_ns)
             known = self._known.get(step)
             if known is not None and known.signature == signature:
+                _check_files(path, known.files)
                 return known
             data = read_regular(file, name, most=metadata_format.SIZE_MAX)
         metadata = metadata_format.decode(data, path=name)
         files = metadata_format.data_files(metadata)
+        _check_files(path, files)  # says more than that a note in them cannot be read
         final, metrics = read_note(path, metadata, step, partial(_range_of, path))
         checkpoint = CheckpointInfo(
             step=step,
@@ -332,6 +326,18 @@ class Catalog:
             return DirectoryEntry(path, step, "unfinished", "its save did not get to the commit")
         reason = f"it has no metadata, and holds {_few(others)}"
         return DirectoryEntry(path, step, "foreign", reason)
+
+
+def _check_files(path: Path, files: Mapping[str, int]) -> None:
+    """Raise unless the data files are there, with the bytes that were saved."""
+    for name, expected in files.items():
+        status = (path / name).stat()
+        check_regular(status, path / name)
+        found = status.st_size
+        if found != expected:
+            raise CorruptCheckpoint(
+                f"{name} has {found} bytes, and {expected} were saved", path=str(path)
+            )
 
 
 def _few(names: Sequence[str]) -> str:
