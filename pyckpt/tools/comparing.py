@@ -218,12 +218,12 @@ class _Values:
         x, y = x[unequal], y[unequal]
         apart = ~(nan_x & nan_y)[unequal]
         x, y = x[apart], y[apart]
+        gap = _gap(x, y)
         if not is_complex:
             x, y = x.to(torch.float64), y.to(torch.float64)
-        gap = (x - y).abs()
         allowed = self._atol + self._rtol * y.abs()
-        # An infinity is near to nothing else.
-        near = (gap <= allowed) & x.isfinite() & y.isfinite()
+        # An infinity is near to nothing else. What is unequal may have no gap that a float64 shows.
+        near = (gap <= allowed) & (allowed > 0) & x.isfinite() & y.isfinite()
         found.different += int((~near).sum())
         numeric = ~gap.isnan()
         if bool(numeric.any()):
@@ -235,6 +235,15 @@ class _Values:
             if not bool(larger.isfinite().all()):
                 relative = math.inf
             found.max_rel = max(found.max_rel, float(relative))
+
+
+def _gap(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """How far numbers are apart, as float64."""
+    if x.is_complex() or x.is_floating_point() or y.is_floating_point():
+        return (x - y).abs()
+    rough = (x.to(torch.float64) - y.to(torch.float64)).abs()
+    # Large integers can be neighbours. Their difference is exact, unless they are far apart.
+    return torch.where(rough < 2.0**60, (x - y).abs().to(torch.float64), rough)
 
 
 def _compare_objects(found: Comparison, key: Key, other: Key) -> None:

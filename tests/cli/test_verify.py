@@ -52,7 +52,7 @@ def test_sound_items_are_good_however_they_are_read(made: Path, kind: str) -> No
 
 
 @pytest.mark.usefixtures("how")
-@pytest.mark.parametrize("key", ["model.a.weight", "model.b.weight", "model.count", "names.1"])
+@pytest.mark.parametrize("key", ["model.a.weight", "model.b.weight", "model.count", "names"])
 @pytest.mark.parametrize("where", ["first", "in the payload", "last"])
 def test_any_bit_of_an_item_that_is_wrong_is_found(made: Path, key: str, where: str) -> None:
     part = parts_of(made / "ours")[key]
@@ -90,7 +90,7 @@ def test_it_goes_on_after_the_first_damage(made: Path) -> None:
         flip(made / "ours", part, part.payload_offset)
     done = pyckpt("verify", made / "ours", made / "stock")
     assert done.status == 1
-    assert "DAMAGED: 2 values; 8 items are good" in done.out
+    assert "DAMAGED: 2 values; 6 items are good" in done.out
     for key in ("model.a.weight", "epoch"):
         assert f"{parts[key].file} at {parts[key].offset}: {key}: CRC-32 expected" in done.out
     assert "stock: good" in done.out
