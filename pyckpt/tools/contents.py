@@ -32,6 +32,7 @@ __all__ = ["Contents", "Key", "Node", "Saved", "contents", "metadata_of", "ranks
 
 _RANK = re.compile(r"__(\d+)_")
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+_LEVELS_MAX = 64
 _GLOB = re.compile(r"[*?[]")
 
 
@@ -186,70 +187,81 @@ def _short(dtype: torch.dtype) -> str:
 
 
 class Node:
-    """A name in the tree of keys, which are split at their dots.
+    """A name in the tree of keys, which are split at their dots. What is below it is split when
+    somebody looks, since most of a large tree is not shown.
 
     Attributes:
         name: from the root: ``model.layers``.
-        bytes: of all values below it.
-        count: how many values there are below it, with its own.
-        key: its own value, if it has one.
-        children: by the part of the name that follows.
+        count: how many values there are at and below it.
+        bytes: of these.
     """
 
-    __slots__ = ("bytes", "children", "count", "key", "name")
-
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, keys: list[Key], start: int, level: int) -> None:
         self.name = name
-        self.bytes = self.count = 0
-        self.key: Key | None = None
-        self.children: dict[str, Node] = {}
+        self.count = len(keys)
+        self.bytes = sum(key.bytes for key in keys)
+        self._keys = keys
+        self._start = start  # of the next part, in the keys' names
+        self._level = level
+        self._key: Key | None = None
+        self._children: list[Node] | None = None
 
     @classmethod
     def of(cls, keys: Iterable[Key]) -> Node:
-        """The tree of some keys."""
-        with collector_paused():
-            return cls._of(keys)
+        """The root of some keys."""
+        return cls("", list(keys), 0, 0)
 
-    @classmethod
-    def _of(cls, keys: Iterable[Key]) -> Node:
-        root = cls("")
-        for key in keys:
-            node = root
-            node.bytes += key.bytes
-            node.count += 1
-            name = ""
-            for part in key.name.split("."):
-                name = f"{name}.{part}" if name else part
-                child = node.children.get(part)
-                if child is None:
-                    child = node.children[part] = cls(name)
-                node = child
-                node.bytes += key.bytes
-                node.count += 1
-            node.key = key
-        return root
+    @property
+    def key(self) -> Key | None:
+        """Its own value, if it has one."""
+        self.children()
+        return self._key
+
+    def children(self) -> list[Node]:
+        """The nodes right below it."""
+        if self._children is None:
+            groups: dict[str, list[Key]] = {}
+            with collector_paused():
+                for key in self._keys:
+                    name = key.name
+                    if len(name) < self._start:
+                        self._key = key
+                        continue
+                    # A key of a million dots is not split at each of them.
+                    end = name.find(".", self._start) if self._level < _LEVELS_MAX else -1
+                    groups.setdefault(name if end < 0 else name[:end], []).append(key)
+            self._children = [
+                Node(name, keys, len(name) + 1, self._level + 1) for name, keys in groups.items()
+            ]
+        return self._children
+
+    def _forked(self) -> Node:
+        """This node, or the first one below it that has a value or a fork."""
+        node = self
+        while node.key is None and len(node.children()) == 1:
+            (node,) = node.children()
+        return node
 
     def rows(self, depth: int | None) -> Iterator[tuple[int, Node]]:
         """The nodes below this one, each with its level, from 0 on; not deeper than ``depth``. Of a
         chain of nodes without a fork, only the last one."""
-        pending = [(0, child) for child in reversed(self.children.values())]
+        pending = [(0, child) for child in reversed(self.children())]
         while pending:
             level, node = pending.pop()
-            while node.key is None and len(node.children) == 1:
-                (node,) = node.children.values()
+            node = node._forked()
             yield level, node
             if depth is None or level + 1 < depth:
-                pending += [(level + 1, child) for child in reversed(node.children.values())]
+                pending += [(level + 1, child) for child in reversed(node.children())]
 
     def depth_of(self, rows: int) -> int | None:
         """The greatest depth at which there are no more than so many rows; at least 1. None for
         all of it."""
-        levels: dict[int, int] = {}
-        for level, _ in self.rows(None):
-            levels[level] = levels.get(level, 0) + 1
-        total = 0
-        for level in sorted(levels):
-            total += levels[level]
+        level = total = 0
+        nodes = self.children()
+        while nodes:
+            total += len(nodes)
             if total > rows:
                 return max(1, level)
+            level += 1
+            nodes = [child for node in nodes for child in node._forked().children()]
         return None
