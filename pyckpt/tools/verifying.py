@@ -1,6 +1,6 @@
 """Compares all bytes of a checkpoint with its checksums, at the speed of the disk.
 
-The engine reads each file once, in its order, in batches. Two batches are read at a time, so that
+The engine reads each file once, in its order, in batches. Some are read at a time, so that
 the disk is never idle while Python looks at what was read. The first damage does not end it: all of
 what is damaged is reported.
 
@@ -49,12 +49,12 @@ __all__ = ["Damage", "Progress", "Verified", "below", "verify"]
 Progress = Callable[[int, int], None]
 """Is called with the bytes done and the bytes in all."""
 
-_BATCH_BYTES = 32 << 20
+_BATCH_BYTES = 16 << 20
 _WHOLE_MAX = 256 << 10
 """Items of at most so many bytes are read as a whole, with what is around the values."""
 _SMALL = 64 << 10
 _FILES_MAX = 64
-_AT_A_TIME = 2
+_AT_A_TIME = 3
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 
 
