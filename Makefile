@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 SOURCES := $(wildcard csrc/*.cpp csrc/*.cu csrc/*.h)
 
-.PHONY: demo test test-all test-integrations run-test-integrations check format format-check lint types native mutants package cuda gpu clean help
+.PHONY: demo test test-all test-integrations run-test-integrations check docs pictures format format-check lint types native mutants package cuda gpu clean help
 
 help:
 	@echo "make demo    train, kill, resume: what pyckpt is for"
@@ -23,6 +23,8 @@ help:
 	@echo "make package pack the sources, build a wheel from the pack, install and use it elsewhere"
 	@echo "make cuda    compile and link with CUDA, in an environment of its own"
 	@echo "make gpu     on a machine with a GPU: build, tests marked cuda, sanitizers, benchmark"
+	@echo "make docs    the documentation as a site, in build/site; a warning is an error"
+	@echo "make pictures  the plots and terminals in docs/pictures, from results and commands"
 	@echo "make format  format the code"
 
 # The environment. Torch first and alone, so that its version is ours to choose.
@@ -59,7 +61,15 @@ test-integrations:
 run-test-integrations: $(BIN)/.built $(BIN)/.group-integrations
 	$(PYTEST) tests/integrations
 
-check: format-check lint types native test test-all test-integrations package cuda
+check: format-check lint types docs native test test-all test-integrations package cuda
+
+docs: $(BIN)/.built $(BIN)/.group-docs
+	$(BIN)/python -m mkdocs build --strict
+
+# They are committed: whoever reads the documentation needs none of what draws them.
+pictures: $(BIN)/.built $(BIN)/.group-docs
+	$(BIN)/python scripts/docs_plots.py
+	$(BIN)/python scripts/docs_terminals.py
 
 format: $(BIN)/.group-lint
 	$(BIN)/ruff format .

@@ -63,8 +63,11 @@ class Options:
 
 
 @contextmanager
-def options(name: str, description: str, sections: Sequence[str]) -> Iterator[Options]:
-    """The command line, and a scratch directory that is removed at the end."""
+def options(
+    name: str, description: str, sections: Sequence[str], *, rounds: int = 7, size_mib: int = 2048
+) -> Iterator[Options]:
+    """The command line, and a scratch directory that is removed at the end. ``rounds`` and
+    ``size_mib`` are defaults."""
     parser = argparse.ArgumentParser(
         prog=f"benchmarks/{name}.py",
         description=description,
@@ -76,8 +79,10 @@ def options(name: str, description: str, sections: Sequence[str]) -> Iterator[Op
         default=ROOT / "build" / "benchmarks",
         help="where to write; its file system is what is measured (default: build/benchmarks)",
     )
-    parser.add_argument("--rounds", type=int, help="samples of each variant (default: 7)")
-    parser.add_argument("--size-mib", type=int, help="size of the large state (default: 2048)")
+    parser.add_argument("--rounds", type=int, help=f"samples of each variant (default: {rounds})")
+    parser.add_argument(
+        "--size-mib", type=int, help=f"size of the large state (default: {size_mib})"
+    )
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -100,8 +105,8 @@ def options(name: str, description: str, sections: Sequence[str]) -> Iterator[Op
     try:
         yield Options(
             directory=directory,
-            rounds=arguments.rounds or (3 if arguments.quick else 7),
-            size=(arguments.size_mib or (256 if arguments.quick else 2048)) * MIB,
+            rounds=arguments.rounds or (3 if arguments.quick else rounds),
+            size=(arguments.size_mib or (256 if arguments.quick else size_mib)) * MIB,
             sections=frozenset(arguments.only or sections),
             output=output,
             quick=arguments.quick,
@@ -461,9 +466,15 @@ def cpu_seconds_per_gigabyte(size: int) -> tuple[str, Callable[[float], float]]:
     return "CPU s/GB", lambda seconds: seconds / size * 1e9
 
 
-def run(name: str, sections: Mapping[str, Callable[[Report, Options], None]], about: str) -> int:
-    """The main function of a benchmark. Returns the exit code: 1 if bytes were wrong, else 0."""
-    with options(name, about, list(sections)) as chosen:
+def run(
+    name: str,
+    sections: Mapping[str, Callable[[Report, Options], None]],
+    about: str,
+    **defaults: int,
+) -> int:
+    """The main function of a benchmark. Returns the exit code: 1 if bytes were wrong, else 0.
+    ``defaults`` are those of `options`."""
+    with options(name, about, list(sections), **defaults) as chosen:
         report = Report(
             name,
             {
@@ -657,6 +668,12 @@ _CONTEXT.set_forkserver_preload(["pyckpt", "torch.distributed.tensor", "torch._d
 _TIMEOUT_S = 600.0
 
 
+def preload(*modules: str) -> None:
+    """Have children start with these modules imported, too. Call it before the first of them."""
+    names = ["pyckpt", "torch.distributed.tensor", "torch._dynamo", "_common"]
+    _CONTEXT.set_forkserver_preload([*names, *modules])
+
+
 def in_children(
     count: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = _TIMEOUT_S
 ) -> list[Any]:
@@ -703,11 +720,13 @@ def _child(connection: Any, function: Callable[..., Any], rank: int, arguments: 
 def process_group(rank: int, ranks: int, rendezvous: Path) -> Iterator[None]:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    path = rendezvous.absolute()  # a URL has no others
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks)
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # the end of a framework's training destroys it
+            dist.destroy_process_group()
 
 
 def peak_growth(action: Callable[[], Any]) -> Sample:

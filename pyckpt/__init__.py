@@ -19,7 +19,9 @@ del check_extension
 from pyckpt import errors, layouts  # noqa: E402
 
 if TYPE_CHECKING:
-    from pyckpt import optim
+    from pyckpt import convert, exporters, optim
+    from pyckpt.bars import progress
+    from pyckpt.convert.load_model import load_model
     from pyckpt.dcp.load import load
     from pyckpt.dcp.planner import LoadPlanner
     from pyckpt.dcp.reader import DirectReader
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from pyckpt.dcp.writer import DirectWriter
     from pyckpt.engine import Engine, configure
     from pyckpt.statistics import ReadStatistics, WriteStatistics
+    from pyckpt.train import events
     from pyckpt.train.advice import Advice
     from pyckpt.train.checkpointer import Checkpointer
     from pyckpt.train.handle import SaveHandle, SaveStatistics
@@ -43,6 +46,8 @@ if TYPE_CHECKING:
     from pyckpt.train.store.catalog import CheckpointInfo, DirectoryEntry
     from pyckpt.train.store.export import export
     from pyckpt.train.store.pruner import Protection
+
+    __version__: str
 
 __all__ = [
     "Advice",
@@ -70,12 +75,17 @@ __all__ = [
     "Trainable",
     "WriteStatistics",
     "configure",
+    "convert",
     "errors",
+    "events",
     "export",
+    "exporters",
     "layouts",
     "load",
+    "load_model",
     "merges",
     "optim",
+    "progress",
     "save",
     "to_torch",
 ]
@@ -110,17 +120,27 @@ _HOMES = {
     "configure": "pyckpt.engine",
     "export": "pyckpt.train.store.export",
     "load": "pyckpt.dcp.load",
+    "load_model": "pyckpt.convert.load_model",
+    "progress": "pyckpt.bars",
     "save": "pyckpt.train.save",
     "to_torch": "pyckpt.dcp.to_torch",
 }
 
-_MODULES = {"merges": "pyckpt.train.state.merges", "optim": "pyckpt.optim"}
+_MODULES = {
+    "convert": "pyckpt.convert",
+    "events": "pyckpt.train.events",
+    "exporters": "pyckpt.exporters",
+    "merges": "pyckpt.train.state.merges",
+    "optim": "pyckpt.optim",
+}
 
 if not TYPE_CHECKING:  # otherwise a type checker would accept any name
 
     def __getattr__(name: str) -> object:
         if name in _MODULES:
             value = importlib.import_module(_MODULES[name])
+        elif name == "__version__":
+            value = _version()
         elif name in _HOMES:
             value = getattr(importlib.import_module(_HOMES[name]), name)
         else:
@@ -129,4 +149,11 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept any name
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted({*globals(), *__all__, "__version__"})
+
+    def _version() -> str:
+        metadata = importlib.import_module("importlib.metadata")
+        try:
+            return str(metadata.version("pyckpt"))
+        except metadata.PackageNotFoundError:
+            return "0+unknown"  # built in a checkout, and not installed

@@ -15,13 +15,14 @@ from typing import Any, Literal
 from pyckpt import _C
 from pyckpt.errors import EngineClosed
 from pyckpt.locks import fork_safe_lock
+from pyckpt.printable import size_text
 
-__all__ = ["Engine", "abandoned", "configure", "default_engine"]
+__all__ = ["Engine", "abandoned", "configure", "default_engine", "held_bytes"]
 
 _SLOT_GRAIN = _C.page_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Engine:
     """Page-aligned memory, and the native threads that move bytes through it.
 
@@ -71,6 +72,14 @@ class Engine:
             arena_bytes=budget - slots * self.slot_bytes,
         )
         object.__setattr__(self, "_native", native)
+
+    def __repr__(self) -> str:
+        held, most = self.native.arena_held_bytes, self.native.arena_max_bytes
+        return (
+            f"<Engine: {self.io_threads} threads, slots of {size_text(self.slot_bytes)}, "
+            f"{size_text(held)} held for copies, of {size_text(most)} at most"
+            f"{', closed' if self.closed else ''}>"
+        )
 
     @property
     def native(self) -> _C.Engine:
@@ -135,6 +144,13 @@ def default_engine() -> Engine:
         if _default is None or _default.closed:
             _default = Engine()
         return _default
+
+
+def held_bytes(engine: Engine | None) -> int:
+    """Bytes that an engine, by default the default one, holds for copies of states. Makes no
+    engine."""
+    engine = _default if engine is None else engine
+    return 0 if engine is None else engine.native.arena_held_bytes
 
 
 def configure(

@@ -20,6 +20,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pyckpt.locks import fork_safe_lock
+from pyckpt.speaking import for_all
 
 __all__ = [
     "Guarded",
@@ -104,7 +105,8 @@ def tell_of_graphs(reason: str) -> None:
     if reason in _told:
         return
     _told.add(reason)
-    _logger.warning(
+    _logger.log(
+        for_all(logging.WARNING),
         "%s. Replaying the graph calls no hook, so that nothing keeps it from changing a state "
         "that is still being copied: call wait_staged() before each replay, outside of the graph",
         reason,

@@ -14,20 +14,24 @@ import pyckpt
 
 PACKAGE = Path(pyckpt.__file__).parent
 
-FLOOR = {"_C", "collector", "errors", "locks", "printable", "timeline"}
+FLOOR = {"_C", "activity", "collector", "errors", "locks", "printable", "speaking", "timeline"}
 """What every room may use."""
 MAY_USE = {
-    "": {"_extension", "dcp", "engine", "errors", "layouts", "optim", "statistics", "train"}
-    | {"train.state", "train.store"},
+    "": {"_extension", "bars", "convert", "dcp", "engine", "errors", "exporters", "layouts"}
+    | {"optim", "statistics", "train", "train.state", "train.store"},
     "_extension": {"_C", "_build"},
     "_build": set(),
     "_C": set(),
     "errors": {"printable"},
     "printable": set(),
     "locks": set(),
+    "speaking": set(),
+    "activity": {"locks", "printable"},
+    "bars": {"activity", "printable"},
+    "exporters": {"locks", "train"},
     "timeline": set(),
     "collector": {"locks"},
-    "guard": {"locks"},
+    "guard": {"locks", "speaking"},
     "layouts": set(),
     "statistics": {"_C"},
     "engine": FLOOR,
@@ -47,11 +51,16 @@ MAY_USE = {
     | {"dcp", "engine", "format", "layouts", "private", "remote", "train.arguments"},
     "train.tiers": FLOOR | {"format", "remote", "train.arguments", "train.store"},
     "train.sync": FLOOR | {"dcp", "train.arguments"},
+    # What comes from other programs, and goes to them; it stands on all that saves and loads.
+    "convert": FLOOR
+    | {"dcp", "engine", "format", "optim", "statistics", "train"}
+    | {"train.arguments", "train.state", "train.store", "train.sync"},
     "profiling": {"locks"},
     "tools": FLOOR | {"dcp", "engine", "format", "train.store"},
     "__main__": {"cli"},
     "cli": FLOOR
-    | {"", "dcp", "engine", "format", "optim", "profiling", "statistics", "tools", "train"}
+    | {"", "convert", "dcp", "engine", "format", "optim", "profiling", "statistics"}
+    | {"tools", "train"}
     | {"train.state", "train.store"},
     # What a program could import; nothing else imports an integration.
     "integrations": FLOOR

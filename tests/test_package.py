@@ -24,12 +24,16 @@ ROOT = Path(pyckpt.__file__).parent
 
 
 PUBLIC = ("pyckpt", "pyckpt.errors", "pyckpt.layouts", "pyckpt.merges", "pyckpt.optim")
-PUBLIC += ("pyckpt.profiling",)
+PUBLIC += ("pyckpt.events", "pyckpt.exporters", "pyckpt.profiling")
+_ELSEWHERE = ("pyckpt.events", "pyckpt.merges")
 
 
 def module_of(name: str) -> ModuleType:
-    # pyckpt.merges is a name of the package for a module that lies elsewhere.
-    return pyckpt.merges if name == "pyckpt.merges" else importlib.import_module(name)
+    # Some are names of the package for modules that lie elsewhere.
+    if name in _ELSEWHERE:
+        module: ModuleType = getattr(pyckpt, name.removeprefix("pyckpt."))
+        return module
+    return importlib.import_module(name)
 
 
 def others(name: str) -> Iterator[ModuleType]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pyckpt.cli import diff, inspect, ls, prune, verify
+from pyckpt.cli import diff, inspect, ls, prune, transfer, verify
 from pyckpt.cli.output import FAILED, complain, log_to_stderr
 from pyckpt.errors import PyckptError
 
@@ -87,6 +87,7 @@ app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 app.command("diff")(diff.diff)
 app.command("prune")(prune.prune)
+transfer.register(app)
 
 
 def run() -> None:

@@ -154,7 +154,7 @@ class Destination:
 
     def look_for_files(
         self, results: Results, parts: Mapping[int, Part], own: DataFile | None
-    ) -> None:
+    ) -> int:
         """Check that this rank sees the files of all ranks, before they count. No cache of a
         network file system can answer wrongly, because this machine never looked for these names
         before.
@@ -164,10 +164,14 @@ class Destination:
             parts: of the ranks, as far as this one knows them.
             own: this rank's file.
 
+        Returns:
+            The bytes of all files.
+
         Raises:
             FileNotFoundError: this rank's own file was removed.
             SaveError: this rank does not see what another wrote.
         """
+        total = 0
         for rank, of_rank in enumerate(results):
             file = _file_of(of_rank)
             if file is None:
@@ -178,6 +182,7 @@ class Destination:
             except FileNotFoundError:
                 found = None
             if found is not None and found >= size:
+                total += found
                 continue
             if own is not None and self.path / name == own.path and found is None:
                 raise FileNotFoundError(
@@ -192,6 +197,7 @@ class Destination:
                 f"in {self.path}. All ranks must save into one directory, on a file system that "
                 "they share; nothing was committed"
             )
+        return total
 
     def _unfinished_names(self) -> set[str]:
         here = os.path.realpath(self.path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from pyckpt.activity import activity, inside
 from pyckpt.collector import collector_paused
 from pyckpt.dcp.failures import Carried, error_of, portable, portable_errors
 from pyckpt.dcp.objects import Allowed
@@ -36,6 +38,8 @@ from pyckpt.format.paths import paths
 from pyckpt.private import load_state_dict
 
 __all__ = ["load", "load_all"]
+
+_logger = logging.getLogger("pyckpt")
 
 _ATTEMPTS = 5  # to load a checkpoint that another process keeps saving over
 
@@ -162,6 +166,8 @@ def load(
         reader.reset(path)
     alone = no_dist or not dist.is_available() or not dist.is_initialized()
     start = time.perf_counter()
+    where = getattr(reader, "path", type(reader).__name__)
+    amount = getattr(reader, "_amount", None)  # foreign readers do not tell
     for attempt in range(_ATTEMPTS):
         change = partial(_renamed, state_dict, rename)
         if share_reads and not alone:
@@ -189,7 +195,8 @@ def load(
         failure: CheckpointException | None = None
         try:
             # Not dcp.load: it warns, at each call, that it does not use torch.distributed.
-            with collector_paused():
+            doing = activity(f"loading {where}", speaks=not _rank(process_group), measure=amount)
+            with doing, collector_paused():
                 load_state_dict(
                     states,
                     storage_reader=shown,  # type: ignore[arg-type]
@@ -211,7 +218,10 @@ def load(
             entry.load_state_dict(value)
         else:
             state_dict[key] = value
-    return _finish(planner.report, reader, shown.of_others, time.perf_counter() - start)
+    report = _finish(planner.report, reader, shown.of_others, time.perf_counter() - start)
+    if not inside() and not _rank(process_group):
+        _logger.info("%s: %s", where, report.summary)
+    return report
 
 
 def load_all(
@@ -230,6 +240,10 @@ def load_all(
     state: dict[str, Any] = dict.fromkeys(names)
     load(state, reader=reader, allow=allow, device=device, no_dist=True)
     return state
+
+
+def _rank(process_group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(process_group) if dist.is_available() and dist.is_initialized() else 0
 
 
 def _is_replaced(failure: CheckpointException) -> bool:

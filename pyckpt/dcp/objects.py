@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import os
 import pickle
 import re
 import sys
@@ -18,7 +19,8 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 from torch import _weights_only_unpickler as torchs_unpickler
@@ -26,9 +28,10 @@ from torch.serialization import _load, _open_zipfile_reader, default_restore_loc
 
 from pyckpt.errors import CorruptCheckpoint, UnsafeCheckpoint
 from pyckpt.format import plain
+from pyckpt.format.files import open_regular
 from pyckpt.format.sealed import Sealed, scan
 
-__all__ = ["Allowed", "load"]
+__all__ = ["Allowed", "load", "load_file"]
 
 Allowed = Callable[..., Any] | tuple[Callable[..., Any], str]
 """A class or function that objects may contain; or a pair of it and the dotted name under which it
@@ -65,7 +68,8 @@ def load(data: io.BytesIO, key: str, *, allow: Sequence[Allowed] = (), device: t
     allowed = _allowed(allow)
     described = b""
     try:
-        _check_archive(data)
+        _check_archive(data, data.getbuffer().nbytes)
+        data.seek(0)
         with _open_zipfile_reader(data) as archive:  # type: ignore[no-untyped-call]
             described = archive.get_record("data.pkl")
             scan(described, depth=max(_DEPTH_MIN, sys.getrecursionlimit()))
@@ -86,17 +90,75 @@ def load(data: io.BytesIO, key: str, *, allow: Sequence[Allowed] = (), device: t
         ) from error
 
 
-def _check_archive(data: io.BytesIO) -> None:
-    """Check that no record claims to be larger than the archive: torch allocates its memory before
-    it reads it."""
-    size = data.getbuffer().nbytes
+def load_file(
+    path: Path,
+    *,
+    stand_in: Callable[[str], type] | None = None,
+    located: Callable[[torch.UntypedStorage, str], None] | None = None,
+) -> Any:
+    """Load a file of ``torch.save``. Tensors are on the CPU, in pages of the file, which are read
+    when they are used. So the file must not change while they are.
+
+    Args:
+        path: the file.
+        stand_in: gets the dotted name of a class or function that loading does not allow, and
+            returns a class to use in its place.
+        located: called with each storage, and the device that it was saved from.
+
+    Raises:
+        UnsafeCheckpoint: the file contains a class or function that is not allowed.
+        CorruptCheckpoint: it is not such a file, or takes more memory or time to read than its size
+            justifies.
+        OSError: it cannot be read.
+    """
+
+    def location(storage: Any, saved_on: str) -> Any:
+        if located is not None:
+            located(storage, saved_on)
+        return storage
+
+    described = b""
+    allowed: dict[str, Any] = {}
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            _check_archive(file, size)
+            with _open_zipfile_reader(str(path)) as archive:  # type: ignore[no-untyped-call]
+                described = archive.get_record("data.pkl")
+                scan(described, depth=max(_DEPTH_MIN, sys.getrecursionlimit()))
+                if stand_in is not None:
+                    allowed = {name: stand_in(name) for name in _foreign(described, {})}
+                mapped = torch.UntypedStorage.from_file(str(path), False, size)
+                with _allowing(allowed):
+                    return _load(  # type: ignore[no-untyped-call]
+                        archive, location, _unpickler(), overall_storage=mapped, encoding="utf-8"
+                    )
+    except OSError:
+        raise
+    except (Exception, MemoryError) as error:
+        refused = _refused(described, allowed, error)
+        if not refused:
+            raise CorruptCheckpoint(
+                f"{path}: not a file of torch.save that can be read: "
+                f"{type(error).__name__}: {error}",
+                path=str(path),
+            ) from error
+        raise UnsafeCheckpoint(
+            f"{path} contains {', '.join(refused)}, and reading it would run their code",
+            path=str(path),
+            refused=refused,
+        ) from error
+
+
+def _check_archive(data: IO[bytes], size: int) -> None:
+    """Check that no record claims to be larger than the archive, of ``size`` bytes: torch allocates
+    its memory before it reads it."""
     with zipfile.ZipFile(data) as archive:
         for record in archive.infolist():
             if record.compress_type != zipfile.ZIP_STORED or record.file_size > size:
                 raise ValueError(f"{record.filename!r} is compressed, or larger than the object")
             if record.filename.endswith("/constants.pkl"):
                 raise ValueError("it is a program (TorchScript)")
-    data.seek(0)
 
 
 # --- allowed classes and functions ----------------------------------------------------------------
@@ -130,15 +192,21 @@ def _refused(described: bytes, allowed: dict[str, Any], error: BaseException) ->
     """Name what an object contains that is not allowed; none if ``error`` has another cause."""
     if not isinstance(error, pickle.UnpicklingError):
         return ()
-    unpickler = _unpickler()
     try:
-        names: set[str] = unpickler.get_globals_in_pkl(io.BytesIO(described))
+        names = _foreign(described, allowed)
     except Exception:  # damaged: only the message tells the name that torch refused
         names = set()
-    names = names - allowed.keys() - unpickler._get_allowed_globals().keys()
     # torch refuses some modules whatever is allowed, and names them in its message alone.
     names.update(re.findall(_BLOCKED, str(error)))
     return tuple(sorted(names))
+
+
+def _foreign(described: bytes, allowed: dict[str, Any]) -> set[str]:
+    """The classes and functions in a pickle that neither torch nor ``allowed`` admits."""
+    unpickler = _unpickler()
+    names: set[str] = unpickler.get_globals_in_pkl(io.BytesIO(described))
+    admitted: set[str] = allowed.keys() | unpickler._get_allowed_globals().keys()
+    return names - admitted
 
 
 @cache

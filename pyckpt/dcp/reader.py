@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from pyckpt.activity import Amount
 from pyckpt.dcp.folder import Folder, LocalFolder, read_metadata
 from pyckpt.dcp.parts import Seen, refuse_mixture
 from pyckpt.dcp.reading import Load, save_id_of
@@ -82,6 +83,10 @@ class DirectReader(StorageReader):
         self._is_own = False  # whether the metadata is of this rank alone
         self._loads: list[Load] = []  # a program may have one plan read in parts
 
+    def __repr__(self) -> str:
+        what = str(self.statistics) if self._loads else "nothing read yet"
+        return f"<{type(self).__name__} of {self.path}: {what}>"
+
     @property
     def checkpoint_id(self) -> Path | str:
         """Directory of the checkpoint, or its URL."""
@@ -104,6 +109,13 @@ class DirectReader(StorageReader):
         """Counts and times of this rank's part of the load that is under way, or else of the last
         one. May be read from any thread."""
         return ReadStatistics.of([job for load in self._loads for job in load.jobs])
+
+    def _amount(self) -> Amount:
+        """How far this rank's part of the load is. May be called from any thread."""
+        loads = self._loads
+        total = sum(load.expected_bytes for load in loads)
+        done = sum(job.statistics().bytes_read for load in loads for job in load.jobs)
+        return Amount(min(done, total), total)
 
     @property
     def unverified(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -68,6 +69,20 @@ class Load:
         self._locator = Locator()
         self._saved: dict[str, TensorStorageMetadata] = {}
         self._chunk_sizes: dict[str, dict[tuple[int, ...], torch.Size]] = {}
+        self._items: Sequence[ReadItem] = ()  # all of the load
+
+    @cached_property
+    def expected_bytes(self) -> int:
+        """Bytes of the tensors that are to be loaded. They are added up at the first call, so that
+        a load does not wait for it if nobody asks. Any thread may, once ``run`` was called."""
+        items = self._items
+        plain = items.plain if isinstance(items, StayingItems) else None
+        described = self._metadata.state_dict_metadata
+        return (0 if plain is None else plain.tensor_bytes) + sum(
+            math.prod(item.lengths) * saved.properties.dtype.itemsize
+            for item in items
+            if isinstance(saved := described[item.storage_index.fqn], TensorStorageMetadata)
+        )
 
     @property
     def jobs(self) -> list[Job]:
@@ -86,6 +101,7 @@ class Load:
             CheckpointReplaced: a file is gone, since the checkpoint was saved over meanwhile.
             CorruptCheckpoint, OSError, UnsafeCheckpoint: as `DirectReader`.
         """
+        self._items = items
         try:
             self._run(items)
         except FileNotFoundError as error:

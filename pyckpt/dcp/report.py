@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from pyckpt.printable import printable
+from pyckpt.printable import printable, size_text
 
 __all__ = ["Conversion", "Difference", "LoadReport", "Replacement"]
 
@@ -55,7 +55,7 @@ class Difference(NamedTuple):
         return f"{self.key} ({what})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoadReport:
     """The outcome of one rank's load. Keys are DCP's: the names of a path, joined by dots.
 
@@ -96,12 +96,23 @@ class LoadReport:
         """Bytes over seconds, in units of 10^9 bytes a second; 0 when nothing was timed."""
         return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """One line: how many keys, bytes and seconds."""
         count = len(self.loaded) + len(self.filled)
-        lines = [
-            f"loaded {count} {'key' if count == 1 else 'keys'}, {_size(self.bytes)} "
+        return (
+            f"loaded {count} {'key' if count == 1 else 'keys'}, {size_text(self.bytes)} "
             f"in {self.seconds:.3g} s ({self.gigabytes_per_second:.2f} GB/s)"
-        ]
+        )
+
+    def __repr__(self) -> str:
+        lists = ("converted", "replaced", "kept", "dropped", "unexpected", "not_verified")
+        counts = {name: len(getattr(self, name)) for name in lists}
+        rest = "".join(f", {n} {name.replace('_', ' ')}" for name, n in counts.items() if n)
+        return f"<LoadReport: {self.summary}{rest}>"
+
+    def __str__(self) -> str:
+        lines = [self.summary]
         for what, names in (
             ("created", self.filled),
             ("converted to the state's dtype", self.converted),
@@ -128,10 +139,3 @@ def some(names: Iterable[object], limit: int = _NAMES_SHOWN) -> str:
 
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _size(count: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.3g} {unit}"
-    return f"{count} bytes"

@@ -20,6 +20,7 @@ from pyckpt.engine import Engine, default_engine
 from pyckpt.errors import StagerBusy
 from pyckpt.locks import fork_safe_lock
 from pyckpt.optim.wrappers import changes_outside_of_step
+from pyckpt.speaking import for_all
 from pyckpt.timeline import named
 
 __all__ = ["PinnedStager"]
@@ -99,6 +100,11 @@ class PinnedStager:
         self._failure: BaseException | None = None
         guard.watch()  # not at the first save, in the middle of training
         _stagers.add(self)
+
+    def __repr__(self) -> str:
+        optimizers = ", ".join(type(one).__name__ for one in self.optimizers) or "no optimizer"
+        copies = sum(ref() is not None for ref in list(self._in_flight))
+        return f"<PinnedStager for {optimizers}: {copies} under way, when_busy={self.when_busy!r}>"
 
     # The interface of DCP's AsyncStager.
 
@@ -259,9 +265,10 @@ class PinnedStager:
 
     def _copy_rest(self, sources: list[Any], copies: list[Any]) -> list[Any]:
         """Copy tensors that found no room in the engine's memory to ordinary memory."""
-        _logger.warning(
+        _logger.log(
+            for_all(logging.WARNING),
             "the state to be staged is larger than max_pinned_bytes, and this writer takes copies "
-            "only: the rest is copied to ordinary memory"
+            "only: the rest is copied to ordinary memory",
         )
         return [
             copy.detach().to("cpu", copy=True) if copy is not None and copy is source else copy

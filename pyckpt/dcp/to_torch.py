@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -14,7 +14,7 @@ from pyckpt.dcp.load import load_all
 from pyckpt.dcp.objects import Allowed
 from pyckpt.engine import Engine
 
-__all__ = ["to_torch"]
+__all__ = ["to_torch", "write_torch"]
 
 
 def to_torch(
@@ -41,8 +41,15 @@ def to_torch(
         OSError: a file cannot be read or written.
         PyckptError: as `pyckpt.load`.
     """
-    state = load_all(path, allow=allow, direct=direct, engine=engine)
-    target = Path(file)
+    write_torch(load_all(path, allow=allow, direct=direct, engine=engine), Path(file))
+
+
+def write_torch(state: Any, target: Path) -> None:
+    """``torch.save``, into a file that takes its name when it is complete and on disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
     try:
         with os.fdopen(descriptor, "wb") as output:

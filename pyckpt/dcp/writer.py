@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
 from pyckpt import _C
+from pyckpt.activity import Amount
 from pyckpt.collector import collector_paused
 from pyckpt.dcp.commit import DataFile, Destination, describe
 from pyckpt.dcp.committed import refer_to_file
@@ -41,6 +42,7 @@ from pyckpt.dcp.staging import Staging
 from pyckpt.dcp.writing import PlannedItems, WriteProgress, tell_fallback
 from pyckpt.engine import Engine, abandoned, default_engine
 from pyckpt.format import commit
+from pyckpt.speaking import for_all
 from pyckpt.statistics import WriteStatistics
 from pyckpt.timeline import named
 
@@ -122,6 +124,10 @@ class DirectWriter(StorageWriter):
         Cancelled if the save failed before this rank wrote, or if another process makes the save.
         (The future that DCP returns is done when the checkpoint is committed.)"""
 
+    def __repr__(self) -> str:
+        where = "a path that is not known yet" if self._path is None else str(self._path)
+        return f"<{type(self).__name__} of {where}: {self.statistics or 'nothing written yet'}>"
+
     _is_fenced = False
     """Whether a subclass keeps other processes from saving into the directory. If so, no save waits
     for another process's lock, which may hang."""
@@ -149,6 +155,15 @@ class DirectWriter(StorageWriter):
         """Counts and times of this rank's part of the save that is under way, or of the last one if
         none is; None before the first. May be read from any thread."""
         return self._progress.statistics
+
+    def _amount(self) -> Amount:
+        return self._progress.amount
+
+    @property
+    def checkpoint_bytes(self) -> int | None:
+        """Bytes of the files of all ranks. Known to the rank that commits, once it has looked at
+        them; None before, and on other ranks."""
+        return self._progress.checkpoint_bytes
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -274,7 +289,8 @@ class DirectWriter(StorageWriter):
             destination.sweep_remains(self._before_sweep)
         metadata = self.path / destination.metadata_name
         if not self._use_collectives and (self.path / commit.metadata_name()).exists():
-            _logger.warning(
+            _logger.log(
+                for_all(logging.WARNING),
                 "%s: a checkpoint that was saved with collectives is there, and DCP loads that one "
                 "rather than what each rank now saves for itself",
                 self.path,
@@ -325,7 +341,8 @@ class DirectWriter(StorageWriter):
             staging.end_planning()
         try:
             if self._is_skipped(plan):
-                _logger.warning("%s: not saved, since earlier saves hold the memory", self.path)
+                level = for_all(logging.WARNING)
+                _logger.log(level, "%s: not saved, since earlier saves hold the memory", self.path)
                 future.set_result([])
             else:
                 # A rank that has nothing to write makes no file.
@@ -334,7 +351,8 @@ class DirectWriter(StorageWriter):
                     future.set_result(results)
         except BaseException as error:
             if abandoned():
-                _logger.error("%s: this save was lost: the program ended before it", self.path)
+                level = for_all(logging.ERROR)
+                _logger.log(level, "%s: this save was lost: the program ended before it", self.path)
             self._end_staging(error)
             raise
         self._end_staging(None)
@@ -359,9 +377,14 @@ class DirectWriter(StorageWriter):
         if self._skips:
             return
         destination, own = self._destination, self._data_file
+        progress = self._progress
         plan, self._plan = self._plan, None
         if plan is not None and not plan.is_plan_of(metadata):
             plan = None  # the planner has replaced the metadata
+
+        def check() -> None:
+            progress.checkpoint_bytes = destination.look_for_files(results, self._parts, own)
+
         try:
             with collector_paused():
                 data, files = describe(
@@ -370,7 +393,7 @@ class DirectWriter(StorageWriter):
             destination.commit(
                 data,
                 files,
-                check=lambda: destination.look_for_files(results, self._parts, own),
+                check=check,
                 before_rename=self._before_commit,
             )
         finally:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from pyckpt import _C
+from pyckpt.activity import Amount
 from pyckpt.collector import collector_paused
 from pyckpt.dcp.global_plan import PackedResults
 from pyckpt.dcp.items import (
@@ -29,6 +30,7 @@ from pyckpt.dcp.known_planners import KNOWN_PLANNERS
 from pyckpt.dcp.plans import Sent, Turn
 from pyckpt.dcp.save_planner import SavePlanner
 from pyckpt.dcp.staging import Staging
+from pyckpt.speaking import for_node
 from pyckpt.statistics import WriteStatistics
 
 __all__ = ["PlannedItems", "WriteProgress", "tell_fallback"]
@@ -46,6 +48,8 @@ class WriteProgress:
         """The job that writes the file; None before it is made."""
         self.items: Sequence[WriteItem] = ()
         """The items that the rank writes; empty until it knows them."""
+        self.checkpoint_bytes: int | None = None
+        """Of the files of all ranks; known when it is committed, to the rank that commits."""
 
     @property
     def statistics(self) -> WriteStatistics | None:
@@ -62,6 +66,15 @@ class WriteProgress:
             for item in self.items
             if item.tensor_data is not None
         )
+
+    @property
+    def amount(self) -> Amount:
+        """How far this rank's part of the save is."""
+        statistics = self.statistics
+        if statistics is None:
+            return Amount(0, 0)
+        # Beside the tensors the file has envelopes and objects, whose sizes were not planned.
+        return Amount(min(statistics.bytes_written, self.bytes_planned), self.bytes_planned)
 
     @property
     def fraction(self) -> float:
@@ -189,7 +202,8 @@ def tell_fallback(directory: Path, reason: str | None) -> None:
     device = os.stat(directory).st_dev
     if device not in _devices_told:
         _devices_told.add(device)
-        _logger.warning(
+        _logger.log(
+            for_node(logging.WARNING),
             "%s: the file system refused direct I/O (%s); saves go through the page cache",
             directory,
             reason,

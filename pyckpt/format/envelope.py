@@ -32,6 +32,7 @@ import torch
 
 from pyckpt import _C
 from pyckpt.format.item import is_dense
+from pyckpt.speaking import for_all
 
 __all__ = ["Archive", "Layout", "Record", "envelope_of"]
 
@@ -133,7 +134,9 @@ def _checked_template(dtype: torch.dtype) -> _Template | None:
         if loaded.dtype != dtype or loaded.shape != (3, 2) or loaded.stride() != (1, 3):
             raise ValueError(f"an envelope for (3, 2), strides (1, 3) came back as {loaded}")
     except Exception as error:
-        _logger.warning("%s is written slowly, with torch.save: %s", dtype, error)
+        _logger.log(
+            for_all(logging.WARNING), "%s is written slowly, with torch.save: %s", dtype, error
+        )
         return None
     return template
 

@@ -25,6 +25,7 @@ import torch
 from pyckpt import _C
 from pyckpt.format.envelope import Archive, Record
 from pyckpt.format.sealed import scan
+from pyckpt.speaking import for_all
 
 __all__ = ["NotPlain", "decode", "encode", "envelope_of"]
 
@@ -135,6 +136,8 @@ def _is_known() -> bool:
             if made != file.getvalue():
                 raise ValueError(f"torch.save writes {type(value).__name__} in other bytes")
     except Exception as error:
-        _logger.warning("plain values are written slowly, with torch.save: %s", error)
+        _logger.log(
+            for_all(logging.WARNING), "plain values are written slowly, with torch.save: %s", error
+        )
         return False
     return True

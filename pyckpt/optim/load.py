@@ -15,10 +15,10 @@ from pyckpt.optim.mover import dtype_fits, misplaced, name_of, relocate
 from pyckpt.optim.own_loading import FLAGS, load_by_itself, loads_itself, saved_tensors
 from pyckpt.optim.places import Placement, Resolver, found
 from pyckpt.optim.tensors import Path, any_index, is_dtensor, leaves, mapped, replace
-from pyckpt.optim.transfer import Request, place
+from pyckpt.optim.transfer import Request, is_there, place
 from pyckpt.optim.wrappers import held, layers, members, relinked, unwrapped
 
-__all__ = ["load_state_dict"]
+__all__ = ["hand_over", "load_state_dict"]
 
 _CPU = torch.device("cpu")
 
@@ -60,6 +60,16 @@ def load_state_dict(
             that took the state and did not pass it on to the optimizer that it steps.
         TypeError: ``optimizer`` is neither.
     """
+    _load_any(optimizer, state_dict, flags, given=False)
+
+
+def hand_over(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """`load_state_dict` for a state that nobody else will use: large tensors that are where the
+    optimizer needs them become its own, and are not copied."""
+    _load_any(optimizer, state_dict, "live", given=True)
+
+
+def _load_any(optimizer: Any, state_dict: dict[str, Any], flags: str, *, given: bool) -> None:
     if flags not in ("live", "saved"):
         raise ValueError(f"{flags = } must be 'live' or 'saved'.")
     relink = relinked(optimizer)
@@ -69,7 +79,7 @@ def load_state_dict(
     if loads_itself(optimizer):
         load_by_itself(optimizer, state_dict, flags)
     else:
-        _load(optimizer, state_dict, flags)
+        _load(optimizer, state_dict, flags, given=given)
     relink()
     _check_passed_on(optimizer, state_dict)
 
@@ -105,15 +115,16 @@ def _check_passed_on(optimizer: Any, state_dict: dict[str, Any]) -> None:
 # --- loading ------------------------------------------------------------------------------------
 
 
-def _load(optimizer: Any, state_dict: dict[str, Any], flags: str) -> None:
+def _load(optimizer: Any, state_dict: dict[str, Any], flags: str, *, given: bool) -> None:
     state_dict = state_dict.copy()
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        given = False  # a hook may keep what it sees, or put in what is another's
         result = pre_hook(optimizer, state_dict)
         if result is not None:
             state_dict = result
     params = match_params(optimizer, state_dict)
     groups = _groups(optimizer, state_dict["param_groups"], flags)
-    state = _state(optimizer, state_dict["state"], params, groups)
+    state = _state(optimizer, state_dict["state"], params, groups, given=given)
     optimizer.__setstate__({"state": state, "param_groups": groups})
     if flags == "saved":
         _tell_scaler(optimizer)
@@ -210,8 +221,11 @@ def _state(
     saved: dict[Any, Any],
     params: dict[Any, tuple[int, Tensor]],
     groups: list[dict[str, Any]],
+    *,
+    given: bool,
 ) -> dict[Any, Any]:
-    """The saved state by parameter, with new tensors in the places where they belong.
+    """The saved state by parameter, with tensors in the places where they belong: new ones, or,
+    where they are ``given`` away, those that are there already.
 
     Raises:
         ValueError: a tensor that a step creates in its parameter's shape has another one.
@@ -230,8 +244,11 @@ def _state(
             native = resolver.shape(index, param, generic)
             _check_shape(optimizer, index, param, path, tensor, native)
             wanted = resolver.wanted(index, param, path, entries, tensor)
+            request = _request(wanted, param, tensor)
+            if given and is_there(request):
+                continue
             owners.append((param, path))
-            requests.append(_request(wanted, param, tensor))
+            requests.append(request)
         state[param] = mapped(
             entries, lambda _, leaf: leaf if isinstance(leaf, Tensor) else deepcopy(leaf)
         )

@@ -25,7 +25,7 @@ from pyckpt.optim.wrappers import members
 __all__ = ["Misplaced", "check", "move", "repair"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Misplaced:
     """One tensor of an optimizer's state that is not where its optimizer would create it.
 
@@ -46,6 +46,9 @@ class Misplaced:
     wanted: Placement
     syncs: int | None
     param: Tensor | None
+
+    def __repr__(self) -> str:
+        return f"<Misplaced {self}>"  # the default would show the parameter's values
 
     def __str__(self) -> str:
         cost = "" if not self.syncs else f", {self.syncs} synchronisations a step"

@@ -17,6 +17,7 @@ from pyckpt import guard
 from pyckpt.optim import buffers
 from pyckpt.optim.tensors import leaves, plain_parts
 from pyckpt.optim.wrappers import layers, members
+from pyckpt.printable import size_text
 
 __all__ = ["Offloader"]
 
@@ -76,6 +77,11 @@ class Offloader:
         self._hooks: list[Any] = []
         self._guarded: set[int] = set()
         _hook_steps()
+
+    def __repr__(self) -> str:
+        where = "out" if self._away else "in place"
+        kept = size_text(self.host_bytes)
+        return f"<Offloader of {type(self._optimizer).__name__}: state {where}, {kept} on the host>"
 
     @property
     def offloaded(self) -> bool:

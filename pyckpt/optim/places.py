@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -70,6 +71,12 @@ class Placements(Mapping[Tensor, Mapping[Hashable, Placement]]):
     ) -> None:
         self._state = state
         self.param_groups = param_groups
+
+    def __repr__(self) -> str:
+        places = (place for entries in self._state.values() for place in entries.values())
+        counts = Counter(map(str, places))
+        shown = ", ".join(f"{count} on {place}" for place, count in counts.most_common())
+        return f"<Placements of {len(self._state)} parameters: {shown or 'no entries'}>"
 
     def __getitem__(self, param: Tensor) -> Mapping[Hashable, Placement]:
         return self._state[param]

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from pyckpt.optim.tensors import is_plain, on_local_shard, plain_parts
+from pyckpt.optim.tensors import is_dtensor, is_plain, on_local_shard, plain_parts
 
-__all__ = ["Request", "place"]
+__all__ = ["Request", "is_there", "place"]
 
 # Up to this size, starting a copy takes longer than the copy, so tensors are packed.
 _PACKED_BYTES = 64 << 10
@@ -30,6 +30,23 @@ class Request(NamedTuple):
     @property
     def target_dtype(self) -> torch.dtype:
         return self.dtype or self.tensor.dtype
+
+
+def is_there(request: Request) -> bool:
+    """Whether a tensor is at its place already, and worth not being copied: it is large, and
+    memory of its own, of which it uses all."""
+    tensor = request.tensor
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return (
+        type(local) is Tensor
+        and local.layout is torch.strided
+        and not local.requires_grad
+        and local.device == request.device
+        and local.dtype == request.target_dtype
+        and not request.pinned
+        and local.nbytes > _PACKED_BYTES
+        and local.nbytes == local.untyped_storage().nbytes()
+    )
 
 
 @torch.no_grad()

@@ -7,13 +7,13 @@ import os
 import re
 import time
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal
 
 from pyckpt.format import commit
 from pyckpt.tools.contents import ranks_of
 from pyckpt.train.store.catalog import Catalog, DirectoryEntry
+from pyckpt.train.store.names import DEFAULT, Naming
 
 __all__ = ["Listed", "listing"]
 
@@ -62,16 +62,9 @@ def listing(directory: str | os.PathLike[str], *, naming: str | None = None) -> 
     names = os.listdir(root)  # raises if there is no such directory
     if commit.metadata_name() in names:
         raise ValueError(f"{root} is itself a checkpoint, not a directory of them: inspect it")
+    catalog = Catalog(root, naming=DEFAULT if naming is None else Naming(naming))
     now = time.time()
-    return [_listed(entry, now) for entry in _catalog(root, naming).entries()]
-
-
-def _catalog(root: Path, naming: str | None) -> Catalog:
-    if naming is None:
-        return Catalog(root)
-    names: Any = import_module("pyckpt.train.store.names")
-    catalog: Any = Catalog
-    return cast(Catalog, catalog(root, naming=names.Naming(naming)))
+    return [_listed(entry, now) for entry in catalog.entries()]
 
 
 def _listed(entry: DirectoryEntry, now: float) -> Listed:

@@ -18,7 +18,9 @@ from pyckpt.dcp.renaming import Rename
 from pyckpt.dcp.report import LoadReport, some
 from pyckpt.engine import Engine
 from pyckpt.train.advice import Advice
+from pyckpt.train.announcer import Announcer, callbacks_of
 from pyckpt.train.arguments import metrics_of, state_of, step_of, timeout_of, whole
+from pyckpt.train.events import OnEvent
 from pyckpt.train.finder import Finder
 from pyckpt.train.handle import SaveHandle
 from pyckpt.train.policy import Policy
@@ -101,9 +103,21 @@ class Checkpointer(Finder):
         mirror_max_mbps: how many megabytes (10^6 bytes) a second each rank may copy there.
         mirror_wait: how many seconds ``close`` waits until all is there. The checkpoints that are
             not there by then stay in the local directory alone; the log names them.
+        save_last: whether ``close`` saves the state of the last ``step`` if no save has it. So the
+            steps after the last save that was due are not lost. A ``with`` block that raises does
+            not save it.
+        naming: the names of the checkpoints' directories, with ``{}`` in the place of the step:
+            ``"checkpoint-{}"`` finds, restores and saves what other programs call so. ``{:08d}``
+            fills the number up with zeros. The default is ``"step-{:08d}"``. Directories with
+            other names are left alone. A mirror keeps the default names.
         direct: whether saving, restoring, verifying and exporting bypass the page cache, as for
             `DirectWriter`.
         engine: the memory and threads to use; by default those that everyone shares.
+        on_event: called with each `pyckpt.events.Event`, or several such callables. They are called
+            one event at a time, in the order of the events, in a thread of their own. So they delay
+            neither training nor a save; ``close`` waits until they have had all. An error that one
+            raises is logged, and changes nothing else. They may call ``request_save`` and
+            ``request_stop``, but no method that waits.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -130,24 +144,35 @@ class Checkpointer(Finder):
         mirror_every: int = 1,
         mirror_max_mbps: float | None = None,
         mirror_wait: float = 600.0,
+        save_last: bool = False,
+        naming: str | None = None,
         direct: Literal["auto", "require", "off"] = "auto",
         engine: Engine | None = None,
+        on_event: OnEvent | Sequence[OnEvent] | None = None,
     ) -> None:
         if when_busy not in ("skip", "wait"):
             raise ValueError(f"{when_busy = } must be 'skip' or 'wait'.")
-        super().__init__(directory, direct, engine, mirror)
+        super().__init__(directory, direct, engine, mirror, naming)
         whole("mirror_every", mirror_every, least=1)
         mirror_retention = Retention(mirror_keep_last)
         self._mirror_wait = mirror_wait
         wait_at_most = timeout_of(timeout)
         retention = Retention(keep_last, keep_every, keep_best)
         policy = Policy(every_steps, every_minutes, save_when)
+        callbacks = callbacks_of(on_event)
         self._stopwatch = Stopwatch()
         self._closed = False
         self._restore_seconds = 0.0
         self._signals = StopSignals(on_signals)
         try:
             self._ranks = Ranks(process_group, wait_at_most)
+            self._announcer = Announcer(
+                self._ranks,
+                callbacks,
+                engine=engine,
+                names_steps=True,
+                lost_seconds=lambda: self._stopwatch.lost_seconds,
+            )
             self._fence = Fence(self.directory, taken=lambda: self._pruner.begun())
             self._saver = Saver(
                 self._catalog,
@@ -156,9 +181,15 @@ class Checkpointer(Finder):
                 direct=direct,
                 engine=engine,
                 on_commit=self._commit,
+                announcer=self._announcer,
             )
             self._restorer = Restorer(
-                self._catalog, self._ranks, direct=direct, engine=engine, mirror=self._mirror
+                self._catalog,
+                self._ranks,
+                direct=direct,
+                engine=engine,
+                mirror=self._mirror,
+                announcer=self._announcer,
             )
             self._pruner = Pruner(
                 self._catalog,
@@ -166,6 +197,7 @@ class Checkpointer(Finder):
                 allowed=self._fence.held,
                 busy=self._saver.writing,
                 distrusted=self._restorer.distrusted,
+                on_removed=self._announcer.pruned,
             )
             is_first = self._ranks.rank == 0
             self._promotion: Promotion | None = None
@@ -192,18 +224,34 @@ class Checkpointer(Finder):
             policy,
             when_busy=when_busy,
             overwrite=overwrite,
+            save_last=save_last,
             best_by=None if keep_best is None else keep_best[0],
             saver=self._saver,
             requests=self._requests,
             agreement=self._agreement,
             ranks=self._ranks,
             stopwatch=self._stopwatch,
+            on_skip=lambda step, busy: self._announcer.skipped(
+                step, self._catalog.path(step), busy
+            ),
         )
         if keep_last is None and (keep_every, keep_best) != (None, None) and is_first:
             _logger.warning(
                 "keep_last=None keeps all checkpoints, whatever keep_every and keep_best say; pass "
                 "keep_last=1 to keep the newest and theirs"
             )
+
+    def __repr__(self) -> str:
+        saver = self._saver
+        if self._closed:
+            state = "closed"
+        elif saver.busy and saver.handle is not None:
+            state = f"saving step {saver.handle.step}"
+        else:
+            state = "idle"
+        ranks = f", rank {self._ranks.rank} of {self._ranks.size}" if self._ranks.size > 1 else ""
+        failed = f" ({saver.failures} failed)" if saver.failures else ""
+        return f"<Checkpointer of {self.directory}{ranks}: {saver.started} saves{failed}, {state}>"
 
     # --- saving -----------------------------------------------------------------------------------
 
@@ -276,7 +324,9 @@ class Checkpointer(Finder):
             OSError, PyckptError: a save failed, and its error was not raised before. The last
                 committed checkpoint stays.
         """
+        begun = time.perf_counter()
         self._saver.wait()
+        self._stopwatch.waited(time.perf_counter() - begun)
         self._stopwatch.pause()
         self._saver.raise_failure()
 
@@ -350,8 +400,8 @@ class Checkpointer(Finder):
     ) -> int | None:
         """Load the newest checkpoint that is valid for all ranks into ``state``, in place.
 
-        If it turns out to be corrupt on any rank, all ranks log an error and load the next older
-        one instead. ``load_report`` lists what was loaded.
+        If it turns out to be corrupt on any rank, the first rank logs an error, and all load the
+        next older one instead. ``load_report`` lists what was loaded.
 
         Training may go on with the step after it. Newer checkpoints stay, and the log names them.
         Each is replaced when its step is saved again. Until then this Checkpointer neither counts
@@ -488,14 +538,15 @@ class Checkpointer(Finder):
 
         If the last save that was due was left out because another one was under way, and nothing
         was saved since, this saves the state that the last ``step`` was given, as it is now, under
-        that step. A ``with`` block that raises does not save it, because the state may be in the
-        middle of a step.
+        that step. With ``save_last`` it does so whenever the last ``step`` was not saved. A
+        ``with`` block that raises does not save it, because the state may be in the middle of a
+        step.
 
         Raises:
             OSError, PyckptError: a save failed, and its error was not raised before.
         """
         if not self._closed:
-            self._schedule.save_owed()
+            self._schedule.save_unsaved()
             self._close(wait=True)
             self._saver.raise_failure()
 
@@ -507,6 +558,7 @@ class Checkpointer(Finder):
             if self._promotion is not None:
                 self._promotion.close(self._mirror_wait)
             self._pruner.close()
+            self._announcer.close()
         finally:
             self._signals.close()
             self._agreement.close(wait=wait)
@@ -532,5 +584,5 @@ class Checkpointer(Finder):
             # The other ranks may still train, and not come here, so do not wait for them. All ranks
             # must finish the save under way, because the next job will resume from it.
             self._close(wait=False)
-            if (failure := self._saver.untold()) is not None:
+            if (failure := self._saver.untold()) is not None and self._ranks.rank == 0:
                 _logger.error("besides, a save failed: %s", failure)

@@ -18,9 +18,11 @@ from pyckpt.train.state.rehearsal import rehearse
 from pyckpt.train.store import export as exporting
 from pyckpt.train.store.catalog import Catalog, CheckpointInfo, DirectoryEntry
 from pyckpt.train.store.envelopes import verify_envelopes
+from pyckpt.train.store.names import DEFAULT, Naming
 from pyckpt.train.store.pieces import Direct, verify
 from pyckpt.train.store.tensors import RenameTensors
 from pyckpt.train.tiers.opening import open_tier
+from pyckpt.train.tiers.tier import Tier
 
 __all__ = ["Finder"]
 
@@ -34,14 +36,21 @@ class Finder:
         direct: Direct,
         engine: Engine | None,
         mirror: str | os.PathLike[str] | None = None,
+        naming: str | None = None,
     ) -> None:
         if direct not in ("auto", "require", "off"):
             raise ValueError(f"{direct = } must be 'auto', 'require' or 'off'.")
         self.directory = directory_of(directory)
         self._direct: Direct = direct
         self._engine = engine
-        self._catalog = Catalog(self.directory, verify=partial(_verify, direct, engine))
-        self._mirror = None if mirror is None else open_tier(mirror, self.directory)
+        self._catalog = Catalog(
+            self.directory,
+            naming=DEFAULT if naming is None else Naming(naming),
+            verify=partial(_verify, direct, engine),
+        )
+        self._mirror: Tier | None = None
+        if mirror is not None:
+            self._mirror = open_tier(mirror, self.directory, self._catalog.naming)
 
     def checkpoints(self, *, verify: bool = False) -> list[CheckpointInfo]:
         """The valid checkpoints, oldest first; also those that are in the mirror alone.

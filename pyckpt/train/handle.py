@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack
+from concurrent.futures import Future, InvalidStateError
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,13 +17,17 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
+from pyckpt.activity import Amount
 from pyckpt.dcp.failures import portable_errors
 from pyckpt.dcp.writer import DirectWriter
 from pyckpt.dcp.writing import WriteProgress
 from pyckpt.errors import SaveError
+from pyckpt.locks import fork_safe_lock
 from pyckpt.statistics import WriteStatistics
 
 __all__ = ["Permission", "ReportingWriter", "SaveHandle", "SaveStatistics"]
+
+_logger = logging.getLogger("pyckpt")
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,14 @@ class SaveHandle:
         committed: the checkpoint is whole and durable, on all ranks. The result is its directory.
     """
 
-    def __init__(self, step: int, path: Path, *, final: bool = False) -> None:
+    def __init__(
+        self,
+        step: int,
+        path: Path,
+        on_reached: Callable[[SaveHandle, str, float], None] = lambda handle, what, seconds: None,
+        *,
+        final: bool = False,
+    ) -> None:
         self.step = step
         self.final = final
         self.path = path
@@ -75,12 +87,16 @@ class SaveHandle:
         self._start = time.perf_counter()
         self._blocked = math.nan
         self._times: dict[str, float] = {}
+        self._on_reached = on_reached
+        self._lock = fork_safe_lock()  # held while ``on_reached`` runs, so that it is told in order
 
     def __repr__(self) -> str:
-        if self.committed.done():
-            state = "failed" if self.committed.exception() else "committed"
-        else:
+        if not self.committed.done():
             state = "written" if self.written.done() else f"{self.progress:.0%} written"
+        elif (error := self.committed.exception()) is not None:
+            state = f"failed: {type(error).__name__}: {error}"
+        else:
+            state = f"committed in {self._times['committed']:.3g} s"
         return f"<SaveHandle of step {self.step}: {state}>"
 
     @property
@@ -135,11 +151,34 @@ class SaveHandle:
         """Note that the call which started the save is over."""
         self._blocked = time.perf_counter() - self._start
 
+    @property
+    def _amount(self) -> Amount:
+        """How far this rank is."""
+        return self._rank.amount
+
+    @property
+    def checkpoint_bytes(self) -> int | None:
+        """Of all ranks, once it is committed; None on ranks that do not commit."""
+        return self._rank.checkpoint_bytes
+
+    def mark(self, what: str) -> None:
+        """Note that "staged", "written" or "committed" is reached, and tell of it. Only the first
+        call of each counts."""
+        with self._lock:
+            if what in self._times:
+                return
+            seconds = self._times[what] = self.seconds
+            try:
+                self._on_reached(self, what, seconds)
+            except Exception:  # which must not fail the save
+                _logger.exception("step %d is %s, and telling of it failed", self.step, what)
+
     def reached(self, what: str, value: Any = None) -> None:
-        """Resolve "staged", "written" or "committed"."""
+        """`mark`, and resolve the future of that name."""
+        self.mark(what)
         future: Future[Any] = getattr(self, what)
-        if not future.done():
-            self._times[what] = time.perf_counter() - self._start
+        # Two threads may find a state to be staged.
+        with suppress(InvalidStateError):
             future.set_result(value)
 
     def fail(self, error: BaseException) -> None:

@@ -124,6 +124,11 @@ class PathSaver:
         if not self._saver.busy:
             self._remove_doomed()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way, as far as this rank knows."""
+        return self._saver.busy
+
     def wait(self) -> None:
         """Wait until no save is under way.
 
@@ -142,7 +147,7 @@ class PathSaver:
     def abandon(self) -> None:
         """End the thread after an error, without waiting for other ranks, which may not come."""
         self._end()
-        if (failure := self._saver.untold()) is not None:
+        if (failure := self._saver.untold()) is not None and self._ranks.rank == 0:
             _logger.error("besides, a save failed: %s", failure)
 
     def _end(self) -> None:

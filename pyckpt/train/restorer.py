@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from pyckpt.activity import Activity, activity
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.reader import DirectReader
 from pyckpt.dcp.renaming import Rename, stored_keys
@@ -21,6 +22,7 @@ from pyckpt.dcp.together import together
 from pyckpt.engine import Engine
 from pyckpt.errors import CorruptCheckpoint, LoadError
 from pyckpt.remote.address import is_url
+from pyckpt.train.announcer import Announcer
 from pyckpt.train.state.app_state import AppState
 from pyckpt.train.store.catalog import Catalog, CheckpointInfo, reading
 from pyckpt.train.store.pieces import Direct, verify
@@ -63,6 +65,12 @@ class LoadOptions:
 class Restorer:
     """Finds a checkpoint that all ranks can load, and loads it.
 
+    Args:
+        catalog: of the checkpoints.
+        ranks: the ranks that restore together.
+        direct, engine: as for `Checkpointer`.
+        announcer: tells of what is restored; by default one that only logs.
+
     Attributes:
         report: of the last load, on this rank.
         distrusted: steps of checkpoints in the directory that look valid but proved corrupt.
@@ -76,6 +84,7 @@ class Restorer:
         direct: Direct,
         engine: Engine | None,
         mirror: Tier | None = None,
+        announcer: Announcer | None = None,
     ) -> None:
         self._mirror = mirror
         # Steps whose checkpoints proved corrupt in the mirror, and those that are not read from the
@@ -86,6 +95,7 @@ class Restorer:
         self._ranks = ranks
         self._direct: Direct = direct
         self._engine = engine
+        self._announcer = announcer or Announcer(ranks, engine=engine)
         self.report: LoadReport | None = None
         self.distrusted: set[int] = set()
 
@@ -98,6 +108,23 @@ class Restorer:
         required: bool,
     ) -> int | None:
         """See ``Checkpointer.restore``."""
+        with self._activity(f"restoring from {self._catalog.directory}") as here:
+            found = self._restore(state, step, options, here, required=required)
+            if found is not None:
+                self._announcer.restored(found, here.seconds, self.report)
+                self._tell_newer(found)
+                self._tell_differing(found)
+        return None if found is None else found.step
+
+    def _restore(
+        self,
+        state: Mapping[str, Any],
+        step: int | None,
+        options: LoadOptions,
+        here: Activity,
+        *,
+        required: bool,
+    ) -> CheckpointInfo | None:
         self._refuse_unusable(state, options)
         limit = step
         first: Exception | None = None
@@ -109,13 +136,13 @@ class Restorer:
                 self._raise_if_damaged()
                 self._tell_nothing(required)
                 return None
+            here.name = f"restoring {found.place}"
             failure = self._load(found, state, options)
             if failure is None:
-                self._tell_newer(found)
-                self._tell_differing(found)
-                return found.step
+                return found
             if self._turn_to_mirror(found):
-                _logger.error(
+                self._log(
+                    logging.ERROR,
                     "%s is corrupt, and its copy in the mirror is loaded instead: %s",
                     found.place,
                     failure,
@@ -124,8 +151,11 @@ class Restorer:
             if step is not None:
                 raise failure
             first = first or failure
-            _logger.error(
-                "%s is corrupt and is passed over for an older checkpoint: %s", found.place, failure
+            self._log(
+                logging.ERROR,
+                "%s is corrupt and is passed over for an older checkpoint: %s",
+                found.place,
+                failure,
             )
             self._distrusted_there.add(found.step)
             self.distrusted.add(found.step)
@@ -137,10 +167,15 @@ class Restorer:
         Raises:
             Exception: as ``Checkpointer.restore`` with a ``step``.
         """
-        self._refuse_unusable(state, options)
-        failure = self._load(CheckpointInfo(0, path), state, options)
-        if failure is not None:
-            raise failure
+        with self._activity(f"loading {path}") as here:
+            self._refuse_unusable(state, options)
+            failure = self._load(CheckpointInfo(0, path), state, options)
+            if failure is not None:
+                raise failure
+            self._announcer.restored(CheckpointInfo(0, path), here.seconds, self.report)
+
+    def _activity(self, name: str) -> AbstractContextManager[Activity]:
+        return activity(name, speaks=self._ranks.rank == 0, late=self._announcer.late)
 
     def _refuse_unusable(self, state: Mapping[str, Any], options: LoadOptions) -> None:
         """Raise for objects that could not be saved, and for wrong options, even if there is
@@ -178,8 +213,11 @@ class Restorer:
                     f"{self._catalog.directory}: some ranks see a checkpoint of step {highest} "
                     "there, and others none that is valid; is it the same directory for all?"
                 )
-            if number > lowest:
-                _logger.warning("%s is not valid on all ranks, or not seen by them", mine)
+            self._log(
+                logging.WARNING,
+                "%s is not valid on all ranks, or not seen by all of them",
+                self._catalog.path(highest),
+            )
             limit = lowest
 
     def _newest(self, limit: int | None) -> CheckpointInfo | None:
@@ -234,8 +272,11 @@ class Restorer:
             if delay is None or worst != Failure.PASSING:
                 break
             if failure is not None:
-                _logger.warning(
-                    "%s: reading it failed, and is tried again: %s", found.place, failure
+                self._log(
+                    logging.WARNING,
+                    "%s: reading it failed, and is tried again: %s",
+                    found.place,
+                    failure,
                 )
             time.sleep(delay)
         if worst == Failure.NONE:
@@ -320,7 +361,7 @@ class Restorer:
             )
         if self._ranks.rank == 0:
             _logger.warning(
-                "%s: nothing is restored, and training begins: %s", self._catalog.directory, what
+                "nothing to restore in %s, so training begins: %s", self._catalog.directory, what
             )
 
     def _tell_differing(self, found: CheckpointInfo) -> None:
@@ -355,6 +396,10 @@ class Restorer:
                 )
             else:
                 _logger.warning("passed over %s", entry)
+
+    def _log(self, level: int, text: str, *args: object) -> None:
+        """Log what all ranks could log, once."""
+        _logger.log(logging.DEBUG if self._ranks.rank else level, text, *args)
 
     def _together(self, step: Callable[[], T], doing: str) -> T:
         """Run a function on each rank. It fails on all ranks if it fails on one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -10,17 +11,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
+from pyckpt.activity import activity
 from pyckpt.dcp.save import save_tree
 from pyckpt.dcp.save_planner import SavePlanner
 from pyckpt.dcp.together import together
 from pyckpt.dcp.writer import DirectWriter
 from pyckpt.engine import Engine
 from pyckpt.errors import SaveError
+from pyckpt.printable import rate_text
 from pyckpt.statistics import WriteStatistics
 from pyckpt.train.arguments import state_of
 from pyckpt.train.state import values
 
 __all__ = ["save"]
+
+_logger = logging.getLogger("pyckpt")
 
 
 def save(
@@ -90,14 +95,22 @@ def save(
         states = tree()
     else:
         states = together(tree, process_group=process_group, doing=doing, kind=SaveError)
-    save_tree(
-        states,
-        writer=writer,
-        planner=SavePlanner() if planner is None else planner,
-        process_group=process_group,
-        alone=alone,
-        doing=doing,
-    )
+    speaks = alone or dist.get_rank(process_group) == 0
+    if speaks:
+        _logger.info("saving %s", writer.path)
+    with activity(f"saving {writer.path}", speaks=speaks, measure=writer._amount) as here:
+        save_tree(
+            states,
+            writer=writer,
+            planner=SavePlanner() if planner is None else planner,
+            process_group=process_group,
+            alone=alone,
+            doing=doing,
+        )
+    if speaks:
+        size = writer.checkpoint_bytes or 0
+        rate = rate_text(size, here.seconds)
+        _logger.info("committed %s in %.3g s (%s)", writer.path, here.seconds, rate)
     return writer.statistics or WriteStatistics()
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from pyckpt.activity import begin, end
 from pyckpt.dcp.failures import error_of, said
 from pyckpt.dcp.save import save_with_dcp
 from pyckpt.dcp.save_planner import SavePlanner
@@ -21,6 +22,7 @@ from pyckpt.engine import Engine
 from pyckpt.errors import PyckptError, SaveError
 from pyckpt.format import commit
 from pyckpt.locks import fork_safe_lock
+from pyckpt.train.announcer import Announcer
 from pyckpt.train.handle import Permission, ReportingWriter, SaveHandle
 from pyckpt.train.state.app_state import AppState
 from pyckpt.train.store.catalog import NOTE_KEY, note
@@ -53,6 +55,7 @@ class Saver:
         fence: says which job may save there.
         direct: whether writing bypasses the page cache, as for `DirectWriter`.
         engine: the memory and threads to use; by default those that everyone shares.
+        announcer: tells of the saves; by default one that only logs, and names them by their paths.
         on_commit: called with each save that was committed, by the thread that committed it.
 
     Attributes:
@@ -72,6 +75,7 @@ class Saver:
         direct: Direct,
         engine: Engine | None,
         on_commit: Callable[[SaveHandle], None],
+        announcer: Announcer | None = None,
     ) -> None:
         self._catalog = catalog
         self._ranks = ranks
@@ -79,6 +83,7 @@ class Saver:
         self._direct: Direct = direct
         self._engine = engine
         self._on_commit = on_commit
+        self._announcer = announcer or Announcer(ranks, engine=engine)
         # Kept from save to save, since both remember properties of the state.
         self._planner = SavePlanner()
         self._stager = PinnedStager(engine=engine)
@@ -159,9 +164,11 @@ class Saver:
         interrupts are raised here."""
         self.wait()
         self._overwrite = overwrite
-        handle = SaveHandle(step, self._catalog.path(step), final=final)
+        handle = SaveHandle(step, self._catalog.path(step), self._announcer.reached, final=final)
         number = self.started + 1
+        saving = self._announcer.activity_of(handle)
         done: Future[None] = Future()
+        done.add_done_callback(lambda _: end(saving))
         done.add_done_callback(lambda done: self._end(number, handle, done))
         # An interrupt may come at any line, and those who wait for the save must see it end.
         turn = threading.Lock()
@@ -169,6 +176,8 @@ class Saver:
             self.started = number
             self.writing.add(step)
             self.handle = handle
+            begin(saving)
+            self._announcer.saving(handle)
             self._launch(handle, done, turn, self._tree(step, state, metrics, final))
         except BaseException as error:
             self._decline(handle, done, turn, error)
@@ -336,11 +345,13 @@ class Saver:
                 files = self._remains.setdefault(handle.path, set())
                 files |= self._current.files
             self._stager.take_failure()  # otherwise the next save would raise this error again
+            self._announcer.failed(handle, failure)
             handle.fail(failure)
             return
         try:
-            self._on_commit(handle)
             self._written(handle)  # a rank that had nothing to write has not reported it
+            handle.mark("committed")
+            self._on_commit(handle)
         except Exception:
             _logger.exception("%s is committed; what comes after that failed", handle.path)
         handle.reached("committed", handle.path)

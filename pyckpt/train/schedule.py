@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from pyckpt.train.handle import SaveHandle
@@ -26,8 +27,10 @@ class Schedule:
         policy: which steps are due.
         when_busy: what to do if a save is due while another is under way; see ``Checkpointer``.
         overwrite: whether a save replaces a checkpoint of its step, unless the call has its own.
+        save_last: whether `save_unsaved` saves the last step in any case.
         best_by: the metric by which the best checkpoints are kept, if any.
         saver, requests, agreement, ranks, stopwatch: of the Checkpointer.
+        on_skip: called with the step of a save that is left out, and that of the one under way.
 
     Attributes:
         stop_requested: whether training is asked to stop, and the state was saved for it.
@@ -40,27 +43,31 @@ class Schedule:
         *,
         when_busy: Literal["skip", "wait"],
         overwrite: bool,
+        save_last: bool,
         best_by: str | None,
         saver: Saver,
         requests: Requests,
         agreement: Agreement,
         ranks: Ranks,
         stopwatch: Stopwatch,
+        on_skip: Callable[[int, int], None],
     ) -> None:
         self._policy = policy
         self._when_busy = when_busy
         self._overwrite = overwrite
+        self._save_last = save_last
         self._best_by = best_by
         self._saver = saver
         self._requests = requests
         self._agreement = agreement
         self._ranks = ranks
         self._stopwatch = stopwatch
+        self._on_skip = on_skip
         self._step: int | None = None  # the step of the last call of `step`
         self._saved: SaveHandle | None = None  # the last save since the last restore
         self._calls = 0  # how often `step` was called
         self._owed = False  # whether the last save that was due was left out
-        # If so, the arguments of the last call of `step`.
+        # If so, or with ``save_last``, the arguments of the last call of `step`, which no save has.
         self._last: tuple[int, Mapping[str, Any], Mapping[str, float]] | None = None
         self.stop_requested = False
         self.skipped = 0
@@ -84,7 +91,8 @@ class Schedule:
                 # If the ranks can no longer agree, each raises the failures that it knows.
                 self._saver.raise_failure(None if self._ranks.lost else facts.failed)
             self._step = step
-            if self._owed:
+            has_save = self._saved is not None and self._saved.step == step
+            if self._owed or (self._save_last and not has_save):
                 self._last = (step, state, metrics)
             requested = facts.requests > self._requests.served
             due = self._policy.due_at(step)
@@ -117,14 +125,18 @@ class Schedule:
         overwrite: bool | None,
     ) -> SaveHandle:
         """See ``Checkpointer.save``."""
-        self._saver.wait()
-        self._saver.raise_failure()
-        self._ranks.check()
-        handle = self._start(step, state, metrics, final=final, overwrite=overwrite)
-        if final:
+        begun = time.perf_counter()
+        try:
             self._saver.wait()
             self._saver.raise_failure()
-        self._stopwatch.pause()
+            self._ranks.check()
+            handle = self._start(step, state, metrics, final=final, overwrite=overwrite)
+            if final:
+                self._saver.wait()
+                self._saver.raise_failure()
+        finally:
+            self._stopwatch.waited(time.perf_counter() - begun)
+            self._stopwatch.pause()
         return handle
 
     def go_back(self, step: int) -> None:
@@ -134,8 +146,9 @@ class Schedule:
         self._saved = None  # its state was replaced
         self._owed, self._last = False, None
 
-    def save_owed(self) -> None:
-        """Training ends: save the state of the last `step`, if a save before it was left out."""
+    def save_unsaved(self) -> None:
+        """Training ends: save the state of the last `step`, if a save before it was left out, or if
+        the last one is saved in any case."""
         if self._last is not None and self._ranks.lost is None:
             self._start(*self._last)
 
@@ -165,9 +178,4 @@ class Schedule:
     def _tell_skipped(self, step: int) -> None:
         assert self._saver.handle is not None
         self.skipped += 1
-        _logger.warning(
-            "step %d is not saved: the save of step %d is still under way; save less often, or "
-            "pass when_busy='wait'",
-            step,
-            self._saver.handle.step,
-        )
+        self._on_skip(step, self._saver.handle.step)

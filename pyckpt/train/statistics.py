@@ -41,6 +41,9 @@ class CheckpointerStatistics:
     """Duration of the last ``restore``."""
     mirror: MirrorStatistics | None = None
     """What this rank has brought to the mirror; None without one."""
+    lost_seconds: float = 0.0
+    """What all saves together have cost training: the calls that started them or waited for them,
+    and by how much the steps beside them were slower than the median of the others. A sum."""
 
     def advice(self, mtbf_hours: float) -> Advice | None:
         """How often to save. None before a save and a step were measured.
@@ -83,6 +86,9 @@ class Stopwatch:
         self._alone: deque[float] = deque(maxlen=_SAMPLES)
         self._beside: deque[float] = deque(maxlen=_SAMPLES)
         self._beside_count = 0
+        self._beside_seconds = 0.0
+        self._waited_seconds = 0.0
+        self._entered = 0.0
         self._beside_saves = 0
         self._was_saving = False
         self._blocked: deque[float] = deque(maxlen=_SAMPLES)
@@ -90,11 +96,13 @@ class Stopwatch:
 
     def enter(self, saving: bool) -> None:
         """A call of the training loop begins: a step is over."""
+        self._entered = time.perf_counter()
         if self._left is not None:
             seconds = time.perf_counter() - self._left
             if saving or self._was_saving:
                 self._beside.append(seconds)
                 self._beside_count += 1
+                self._beside_seconds += seconds
             else:
                 self._alone.append(seconds)
 
@@ -102,9 +110,14 @@ class Stopwatch:
         """The call returns. ``blocked`` is its time for starting a save; None if it did not."""
         if blocked is not None:
             self._blocked.append(blocked)
+            self.waited(time.perf_counter() - self._entered)
             self._beside_saves += 1
         self._was_saving = saving
         self._left = time.perf_counter()
+
+    def waited(self, seconds: float) -> None:
+        """Training has waited for a save."""
+        self._waited_seconds += seconds
 
     def pause(self) -> None:
         """Do not count the time until the next call as a step."""
@@ -112,6 +125,15 @@ class Stopwatch:
 
     def committed(self, seconds: float) -> None:
         self._commits.append(seconds)
+
+    @property
+    def lost_seconds(self) -> float:
+        """See ``CheckpointerStatistics``. Any thread may read it."""
+        alone = tuple(self._alone)
+        slowed = 0.0
+        if alone:
+            slowed = self._beside_seconds - self._beside_count * statistics.median(alone)
+        return self._waited_seconds + max(0.0, slowed)
 
     def statistics(self, **counts: Any) -> CheckpointerStatistics:
         step = statistics.median(self._alone) if self._alone else 0.0
@@ -124,5 +146,6 @@ class Stopwatch:
             slowed_seconds=slowed,
             commit_seconds=statistics.median(self._commits) if self._commits else 0.0,
             step_seconds=step,
+            lost_seconds=self.lost_seconds,
             **counts,
         )

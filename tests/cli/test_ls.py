@@ -6,7 +6,6 @@ import os
 import time
 from pathlib import Path
 
-import pytest
 from _cli import pyckpt
 
 
@@ -73,7 +72,6 @@ def test_other_entries_are_named_with_the_reason_why_they_are_none(made: Path) -
 
 
 def test_other_programs_names_are_listed_if_their_pattern_is_given(made: Path) -> None:
-    pytest.importorskip("pyckpt.train.store.names")
     (made / "stock").rename(made / "checkpoint-7")
     done = pyckpt("ls", made, "--naming", "checkpoint-{}", "--json")
     assert done.status == 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
+import pickle
 import signal
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from _accelerate import EPOCH, Run, train
 from _ranks import Child, run_child
 from _training import damage
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 
 import pyckpt
 from pyckpt.errors import LoadError
@@ -102,6 +105,71 @@ def test_numbered_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         third.save_state()
 
 
+def test_a_limit_counts_checkpoints_of_accelerates_own_format(tmp_path: Path) -> None:
+    def run(kind: Any, **options: Any) -> Run:
+        project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, **options)
+        return Run("skip", kind=kind, project_config=project)
+
+    folder = tmp_path / "checkpoints"
+    theirs = run(accelerate.Accelerator)
+    for _ in range(3):
+        theirs.accelerator.save_state()
+    (folder / "checkpoint_0" / "mine").mkdir()
+    mine = folder / "checkpoint_00"
+    mine.mkdir()
+    ours = run(Accelerator, total_limit=2, iteration=3)
+    saved = folder / "checkpoint_3"
+    saved.mkdir()
+    (saved / "file").write_text("")
+    ours.accelerator.save_state().wait()
+    ours.accelerator.wait_for_saves()
+    assert {path.name for path in folder.iterdir()} == {"checkpoint_2", "checkpoint_3", mine.name}
+
+
+def test_a_limit_removes_nothing_if_the_save_fails(tmp_path: Path) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
+    run = Run("skip", project_config=project)
+    run.accelerator.save_state().wait()
+    (tmp_path / "checkpoints" / "checkpoint_1").write_text("a file, where a directory has to be")
+    run.accelerator.save_state()
+    with pytest.raises(OSError, match="checkpoint_1"):
+        run.accelerator.wait_for_saves()
+    assert "model" in pyckpt.load(tmp_path / "checkpoints" / "checkpoint_0")
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_what_was_prepared_pickles(dispatch: bool, tmp_path: Path) -> None:
+    config = DataLoaderConfiguration(dispatch_batches=dispatch)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(list(range(12)), batch_size=4))
+    accelerator.save_state(tmp_path / "run").wait()  # starts a thread
+    copy = pickle.loads(pickle.dumps(accelerator))
+    (copied,) = copy._dataloaders
+    assert [batch.tolist() for batch in copied] == [batch.tolist() for batch in loader]
+    for _ in copied:  # its epochs are followed, too
+        copy.save_state(tmp_path / "copy").wait()
+        break
+    assert "'start'" in str(pyckpt.load(tmp_path / "copy")["loader"])
+    copy.end_training()
+
+
+def test_a_loader_that_is_dropped_is_freed_at_once() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare_data_loader(torch.utils.data.DataLoader([1, 2], batch_size=1))
+    skipping = accelerator.skip_first_batches(loader, 1)
+    epoch = iter(loader)
+    assert next(epoch).tolist() == [1]
+    freed = weakref.ref(loader)
+    gc.disable()  # which would free it at last
+    try:
+        accelerator._dataloaders.clear()
+        del loader, epoch
+        assert freed() is None
+    finally:
+        gc.enable()
+    assert [batch.tolist() for batch in skipping] == [[2]]
+
+
 def test_a_save_that_fails_is_raised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run("skip")
     (tmp_path / "file").write_text("a file, where a directory has to be")
@@ -136,6 +204,9 @@ def test_what_is_no_checkpoint_of_an_accelerator(tmp_path: Path) -> None:
         run.accelerator.load_state()
     with pytest.raises(ValueError, match="automatic_checkpoint_naming"):
         run.accelerator.save_state()
+    (tmp_path / "checkpoint-5").mkdir()
+    with pytest.raises(LoadError, match=r"pyckpt import .*checkpoint-5 DIRECTORY"):
+        run.accelerator.load_state(tmp_path / "checkpoint-5")
     pyckpt.save({"model": run.model}, tmp_path / "other")
     with pytest.raises(LoadError, match="was not saved by an Accelerator of pyckpt"):
         run.accelerator.load_state(tmp_path / "other")

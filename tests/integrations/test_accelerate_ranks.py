@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch.distributed as dist
 from _accelerate import EPOCH, Run, train
 from _huggingface import set_up_rank
 from _ranks import RanksFailed, run_ranks
+from accelerate.utils import DataLoaderConfiguration
 from torch.distributed.tensor import DTensor
 
 import pyckpt
 from pyckpt.errors import LoadError
+from pyckpt.integrations.accelerate import Accelerator
 
 
 def train_until_killed(path: Path, how: str) -> None:
@@ -82,15 +85,84 @@ def test_shards_are_loaded_on_any_number_of_ranks(tmp_path: Path) -> None:
     assert whole_state(run) == saved[0]
 
 
-def save_in_an_epoch(path: Path) -> None:
+def examples_of_runs(path: Path, batch: int, *, save: bool) -> tuple[list[float], list[float]]:
+    """The examples that this rank sees in an epoch until it saves, or from the load on; and in the
+    epoch after it."""
     set_up_rank()
-    train(path, "stateful", stop=5)
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)
+    )
+    data = torch.arange(48.0)
+    loader = accelerator.prepare(
+        torch.utils.data.DataLoader(data, batch_size=batch, shuffle=True)  # type: ignore[arg-type]
+    )
+    if not save:
+        accelerator.load_state(path)
+    found: tuple[list[float], list[float]] = ([], [])
+    for epoch in found:
+        for number, examples in enumerate(loader):
+            epoch += examples.tolist()
+            if save and number == 2 and epoch is found[0]:
+                accelerator.save_state(path).wait()
+    accelerator.end_training()
+    return found
 
 
-def test_a_position_cannot_be_brought_to_another_number_of_ranks(tmp_path: Path) -> None:
-    run_ranks(2, save_in_an_epoch, tmp_path)
-    with pytest.raises(LoadError, match=r"loader: .*position.* load it on 2"):
-        Run("stateful").accelerator.load_state(tmp_path)
+def save_in_an_epoch(path: Path, batch: int) -> Any:
+    torch.manual_seed(5)
+    return examples_of_runs(path, batch, save=True)
+
+
+def resume_in_an_epoch(path: Path, batch: int) -> Any:
+    torch.manual_seed(6)
+    return examples_of_runs(path, batch, save=False)
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(1, 8), (3, 4), (4, 2)])
+def test_a_position_on_another_number_of_ranks(ranks: int, batch: int, tmp_path: Path) -> None:
+    """The ranks go on after the same examples: 3 steps of 2 ranks with 4 each."""
+    first = run_ranks(2, save_in_an_epoch, tmp_path, 4)
+    used = {example for seen, _ in first for example in seen[:12]}
+    assert len(used) == 24
+    found = run_ranks(ranks, resume_in_an_epoch, tmp_path, batch)
+    rest = [example for seen, _ in found for example in seen]
+    assert sorted(rest) == sorted({*range(48)} - used)
+    # In the order of the epoch that was begun: step by step the same, for a step of as many.
+    if ranks * batch == 8:
+        steps = [sorted(e for s, _ in first for e in s[n : n + 4]) for n in range(12, 24, 4)]
+        assert steps == [
+            sorted(e for s, _ in found for e in s[n : n + batch])
+            for n in range(0, 3 * batch, batch)
+        ]
+    assert sorted(e for _, seen in found for e in seen) == [*range(48)]  # and the next is whole
+
+
+def test_a_position_that_is_no_whole_number_of_steps(tmp_path: Path) -> None:
+    run_ranks(2, save_in_an_epoch, tmp_path, 4)
+    with pytest.raises(LoadError, match=r"loader: .*after 24 examples.* steps of 5 on 1: choose"):
+        resume_in_an_epoch(tmp_path, 5)
+
+
+def save_on_the_main_process_alone(path: Path) -> str:
+    set_up_rank()
+    run = Run("skip")
+    message = ""
+    if run.accelerator.is_main_process:
+        run.accelerator.patience = timedelta(seconds=0.5)
+        for _ in range(2):  # it stays so
+            with pytest.raises(pyckpt.errors.RanksLost) as error:
+                run.accelerator.save_state(path)
+            assert error.value.ranks == (1,)
+        message = str(error.value)
+    run.accelerator.wait_for_everyone()
+    assert not path.exists()
+    return message
+
+
+def test_the_main_process_alone_is_told(tmp_path: Path) -> None:
+    message, _ = run_ranks(2, save_on_the_main_process_alone, tmp_path / "run")
+    assert "save_state was not called by process 1 within 0.5 s" in message
+    assert "accelerator.is_main_process" in message
 
 
 class Fragile:

@@ -53,6 +53,25 @@ def test_a_prepared_loader_asks_its_own_loader_for_an_iterator(kind: Any) -> Non
     assert "self.base_dataloader.__iter__()" in inspect.getsource(kind.__iter__)
 
 
+def test_a_prepared_loader_is_a_batch_ahead() -> None:
+    # The integration takes one off when it counts the examples that were used.
+    accelerator = accelerate.Accelerator(cpu=True)
+    fetched: list[int] = []
+
+    class Data(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, i: int) -> int:
+            fetched.append(i)
+            return i
+
+    loader = accelerator.prepare(torch.utils.data.DataLoader(Data(), batch_size=1))
+    assert isinstance(loader, DataLoaderShard)
+    assert loader.total_batch_size == 1
+    assert [len(fetched) for _ in loader] == [2, 3, 3]
+
+
 def test_a_prepared_loader_counts_its_epochs() -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     loader = accelerator.prepare(torch.utils.data.DataLoader([1, 2], batch_size=1))

@@ -18,7 +18,7 @@ from _training import damage
 
 import pyckpt
 from pyckpt.errors import LoadError
-from pyckpt.integrations.transformers import CheckpointerMixin, Trainer
+from pyckpt.integrations.transformers import CheckpointerMixin, Trainer, get_last_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,19 @@ def test_a_checkpoint_of_the_trainers_own_format(tmp_path: Path, whole: list[flo
     assert losses(resume(tmp_path)) == whole
 
 
+def test_the_last_checkpoint_is_found_by_a_script(tmp_path: Path, whole: list[float]) -> None:
+    assert get_last_checkpoint(tmp_path / "none") is None
+    start(tmp_path, 17, kind=transformers.Trainer)
+    found = get_last_checkpoint(tmp_path)
+    assert found == str(tmp_path / "checkpoint-15")
+    (tmp_path / "step-00000020").mkdir()  # a save that was killed
+    assert get_last_checkpoint(tmp_path) == found
+    assert losses(resume(tmp_path, found)) == whole
+    found = get_last_checkpoint(tmp_path)
+    assert found == str(tmp_path / "step-00000036")
+    assert losses(resume(tmp_path, found)) == whole
+
+
 def test_a_save_that_fails_ends_training(tmp_path: Path) -> None:
     (tmp_path / "step-00000010").write_text("a file, where a directory has to be")
     trainer = make(tmp_path)
@@ -223,14 +236,16 @@ def test_what_is_no_checkpoint_of_a_trainer(tmp_path: Path) -> None:
 
     refused(str(other), LoadError, "was not saved by a Trainer")
     refused(str(other.parent), LoadError, "was not saved by a Trainer")
-    refused(True, FileNotFoundError, "there is no valid checkpoint")
+    refused(
+        True, ValueError, "No valid checkpoint found in output directory"
+    )  # the Trainer's words
     refused(str(tmp_path / "step-00000004"), FileNotFoundError, "there is no such directory")
     (other / ".metadata").unlink()
     refused(str(other), FileNotFoundError, "no valid checkpoint .damaged")
     renamed = tmp_path / "renamed"
     pyckpt.save({"model": model}, renamed)
     refused(str(renamed), LoadError, "give it its name again")
-    refused(str(tmp_path), ValueError, "Can't find a valid checkpoint")  # the Trainer's own
+    refused(str(tmp_path), LoadError, rf"Can't find a valid.* pyckpt import {tmp_path} DIRECTORY")
 
 
 @pytest.mark.parametrize(

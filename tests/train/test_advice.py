@@ -70,12 +70,20 @@ def test_steps_beside_a_save_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> 
     ]:
         now += seconds
         watch.enter(saving and blocked is None)
+        now += blocked or 0.0
         watch.leave(saving, blocked)
     watch.committed(3.0)
     found = watch.statistics(saves=1)
     assert found == CheckpointerStatistics(
-        saves=1, blocked_seconds=0.25, slowed_seconds=1.0, commit_seconds=3.0, step_seconds=1.0
+        saves=1,
+        blocked_seconds=0.25,
+        slowed_seconds=1.0,
+        commit_seconds=3.0,
+        step_seconds=1.0,
+        lost_seconds=1.25,
     )
+    watch.waited(2.0)
+    assert watch.lost_seconds == 3.25
     watch.pause()
     now += 100.0
     watch.enter(False)

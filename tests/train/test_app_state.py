@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import pyckpt
 from pyckpt.errors import LoadError, SaveError, UnsafeCheckpoint
 from pyckpt.train.state.app_state import AppState
+from pyckpt.train.state.optimizers import OptimizerEntry
 
 
 def save(objects: dict[str, Any], path: Path) -> None:
@@ -114,6 +115,70 @@ def test_a_fresh_optimizer_goes_on_as_the_saved_one(name: str, tmp_path: Path) -
         closure_step(fresh, other)
     assert_equal(fresh.state_dict(), model.state_dict())
     assert_equal(other.state_dict(), optimizer.state_dict())
+
+
+class Wide(nn.Module):
+    """With a parameter whose state is large enough that copies of it would count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(200, 100))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :1] @ self.weight[:1]
+
+
+def trained_wide() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Wide()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def test_loaded_state_is_not_copied_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = trained_wide()
+    save({"model": model, "optimizer": optimizer}, tmp_path)
+    expected = optimizer.state_dict()["state"]
+
+    made: list[int] = []
+    create = OptimizerEntry.create
+
+    def noted(*args: Any) -> Any:
+        tensor = create(*args)
+        if tensor is not None:
+            made.append(tensor.data_ptr())
+        return tensor
+
+    monkeypatch.setattr(OptimizerEntry, "create", noted)
+    fresh = Wide()
+    other = torch.optim.AdamW(fresh.parameters(), lr=0.5)
+    load({"model": fresh, "optimizer": other}, tmp_path)
+    moments = [other.state[fresh.weight][key] for key in ("exp_avg", "exp_avg_sq")]
+    assert sorted(tensor.data_ptr() for tensor in moments) == sorted(made)
+    assert_equal(other.state_dict()["state"], expected)
+
+    step(fresh, other)
+    load({"model": fresh, "optimizer": other}, tmp_path)  # into what the optimizer has
+    again = [other.state[fresh.weight][key] for key in ("exp_avg", "exp_avg_sq")]
+    assert all(one is before for one, before in zip(again, moments, strict=True))
+    assert_equal(other.state_dict()["state"], expected)
+
+
+def test_a_hook_may_keep_the_state_that_it_sees(tmp_path: Path) -> None:
+    model, optimizer = trained_wide()
+    save({"model": model, "optimizer": optimizer}, tmp_path)
+    fresh = Wide()
+    other = torch.optim.AdamW(fresh.parameters(), lr=0.5)
+    seen: list[torch.Tensor] = []
+    other.register_load_state_dict_pre_hook(
+        lambda _, state: seen.append(state["state"][0]["exp_avg"])
+    )
+    load({"model": fresh, "optimizer": other}, tmp_path)
+    assert seen[0].data_ptr() != other.state[fresh.weight]["exp_avg"].data_ptr()
+    step(fresh, other)
+    assert torch.equal(seen[0], optimizer.state[model.weight]["exp_avg"])
 
 
 def test_flags_stay_live_and_options_are_restored(tmp_path: Path) -> None:

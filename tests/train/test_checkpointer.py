@@ -71,7 +71,7 @@ def test_a_handle_tells_how_far_it_is(tmp_path: Path) -> None:
         assert written.bytes > 1000
         assert handle.committed.result(timeout=0) == handle.path
         assert handle.progress == 1.0
-        assert repr(handle) == "<SaveHandle of step 1: committed>"
+        assert repr(handle).startswith("<SaveHandle of step 1: committed in ")
         statistics = handle.statistics
         assert statistics.write == written
         assert 0 < statistics.staged_seconds <= statistics.written_seconds
@@ -766,3 +766,44 @@ def test_statistics_and_advice(tmp_path: Path) -> None:
     assert str(advice) in str(statistics)
     with pytest.raises(ValueError, match="positive"):
         checkpointer.advice(mtbf_hours=0)
+
+
+# --- the end of a run -----------------------------------------------------------------------------
+
+
+def test_save_last_saves_what_no_save_has(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, every_steps=5, save_last=True) as checkpointer:
+        Run().to(13, checkpointer)
+    step, run = resumed(tmp_path)
+    assert step == 13
+    assert run.equals(Run().to(13))
+
+
+def test_save_last_saves_nothing_twice(tmp_path: Path) -> None:
+    run = Run()
+    with Checkpointer(tmp_path, every_steps=5, when_busy="wait", save_last=True) as checkpointer:
+        run.to(10, checkpointer)
+        assert checkpointer.statistics.saves == 2
+    assert checkpointer.statistics.saves == 2
+    with Checkpointer(tmp_path / "b", save_last=True) as checkpointer:
+        checkpointer.save(3, run.state)
+        checkpointer.step(3, run.state)
+    assert steps_in(tmp_path / "b") == [3]
+    assert checkpointer.statistics.saves == 1
+
+
+def test_save_last_saves_no_state_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    with (
+        suppress(KeyboardInterrupt),
+        Checkpointer(tmp_path, every_steps=5, when_busy="wait", save_last=True) as checkpointer,
+    ):
+        Run().to(7, checkpointer)
+        raise KeyboardInterrupt
+    assert steps_in(tmp_path) == [5]
+
+
+def test_save_last_saves_nothing_after_a_restore(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, every_steps=5, save_last=True, when_busy="wait") as checkpointer:
+        run = Run().to(7, checkpointer)
+        assert checkpointer.restore(run.state) == 5
+    assert steps_in(tmp_path) == [5]

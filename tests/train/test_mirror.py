@@ -250,6 +250,15 @@ def test_after_going_back_what_is_saved_is_not_taken_for_old(tmp_path, mirror):
     assert there(tmp_path) == ["step-00000003", "step-00000008", "step-00000009"]
 
 
+def test_names_are_the_same_in_the_mirror(tmp_path, mirror):
+    with pyckpt.Checkpointer(tmp_path / "run", mirror=mirror, naming="checkpoint-{}") as saver:
+        saver.save(4, state_of(4))
+    assert there(tmp_path) == ["checkpoint-4"]
+    shutil.rmtree(tmp_path / "run")
+    with pyckpt.Checkpointer(tmp_path / "run", mirror=mirror, naming="checkpoint-{}") as found:
+        assert found.restore(state_of(0)) == 4
+
+
 def test_the_directory_cannot_mirror_itself(tmp_path):
     with pytest.raises(ValueError, match="cannot mirror itself"):
         pyckpt.Checkpointer(tmp_path, mirror=f"file://{tmp_path}")

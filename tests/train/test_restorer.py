@@ -407,7 +407,7 @@ def lay_out_unfinished(root: Path) -> Path:
         (lay_out_empty, "is empty"),
         (lay_out_a_checkpoint, "itself a checkpoint; pass {root}, or load it with pyckpt.load"),
         (lay_out_other_names, "holds step-500, which pyckpt.load reads"),
-        (lay_out_transformers, "holds checkpoint-5, of which none is a checkpoint"),
+        (lay_out_transformers, "1 entry is not named as step-00000500 is: checkpoint-5"),
         (lay_out_unfinished, "step-00000007: unfinished"),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pyckpt.errors import LoadError
+from pyckpt.speaking import for_all
 from pyckpt.train.state.saved import Rank
 
 if TYPE_CHECKING:
@@ -147,7 +148,9 @@ def set_accumulated(path: str, metric: Metric, found: _Accumulated) -> None:
         for name in _EXTREMES:
             setattr(metric, name, _own_copy(found.extremes[name], metric.device))
     elif has_extremes(metric):
-        _logger.warning("%s: its extremes were not saved, and begin anew", path)
+        _logger.log(
+            for_all(logging.WARNING), "%s: its extremes were not saved, and begin anew", path
+        )
         for name, start in (("min_val", "inf"), ("max_val", "-inf")):
             setattr(metric, name, torch.tensor(float(start), device=metric.device))
     for attr, default in metric._defaults.items():

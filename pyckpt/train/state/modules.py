@@ -15,10 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from pyckpt.dcp.leaves import whole_size
 from pyckpt.dcp.report import some
+from pyckpt.dcp.whole import is_special
 from pyckpt.errors import LoadError
+from pyckpt.speaking import for_all
 from pyckpt.train.state import values
 from pyckpt.train.state.entry import Entry
 from pyckpt.train.state.saved import Path, Tree
@@ -228,11 +231,12 @@ class ModuleEntry(Entry):
                 unexpected=tuple(f"{self.name}.{name}" for name in unexpected),
             )
         self.ignored += [f"{self.name}.{name}" for name in unexpected]
+        tied = _tied(live, saved)
         changed = [name for name in live if _has_other_shape(live[name][1], saved.get(name))]
         if self.policy.mismatched == "error":
             changed = []  # loading raises the error
         self.kept += [f"{self.name}.{name}" for name in changed]
-        self._unwanted = {*unexpected, *changed, *left_out}
+        self._unwanted = {*unexpected, *changed, *left_out, *tied}
         names = Names(self._module)
         self.mismatched = {
             id(param)
@@ -241,7 +245,7 @@ class ModuleEntry(Entry):
         }
         template = {}
         for name, (_, value) in live.items():
-            if name in changed:
+            if name in changed or name in tied:
                 continue
             if not isinstance(value, torch.Tensor):
                 template[name] = values.template(None, saved.get(name))
@@ -297,12 +301,32 @@ class ModuleEntry(Entry):
             return
         _told.add(self._view)
         left_out = self._view.left_out
-        _logger.info(
+        _logger.log(
+            for_all(logging.INFO),
             "%s: %d parameters and buffers are not trained and not saved: %s",
             self.name,
             len(left_out),
             some(left_out),
         )
+
+
+def _tied(live: Mapping[str, tuple[str, Any]], saved: Mapping[str, Any]) -> set[str]:
+    """Names that were not saved, of tensors that the checkpoint has under another of their names:
+    safetensors keep one name of tied weights."""
+    by_place = {_place(live[name][1]): name for name in live if name in saved}
+    return {
+        name
+        for name, (_, value) in live.items()
+        if name not in saved and _place(value) is not None and _place(value) in by_place
+    }
+
+
+def _place(value: Any) -> tuple[int, torch.Size] | None:
+    """Where a tensor's values are; None if that does not tell it from others."""
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    if type(local) not in (torch.Tensor, nn.Parameter) or local.is_meta or is_special(local):
+        return None
+    return (local.data_ptr(), value.shape) if local.data_ptr() else None
 
 
 def _has_other_shape(value: Any, saved: Any) -> bool:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from pyckpt.dcp.report import some
 from pyckpt.dcp.whole import KEYS
 from pyckpt.errors import LoadError
+from pyckpt.speaking import for_all
 from pyckpt.train.state.modules import Names, without_wrappers
 
 __all__ = ["ParameterNames", "tensor_names"]
@@ -112,7 +113,8 @@ class ParameterNames:
         nameless = [fqn for fqn in self.flat if _BY_PLACE.fullmatch(fqn)]
         if nameless and optimizer not in _told:
             _told.add(optimizer)
-            _logger.warning(
+            _logger.log(
+                for_all(logging.WARNING),
                 "%s: %d of its parameters are in no module and no dict of the state, and go by "
                 "their places (%s); in another order they would get each other's state. Put what "
                 "they are of into the state, too, or give the optimizer their names",

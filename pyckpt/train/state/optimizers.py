@@ -7,7 +7,8 @@ optimizer's state. Loading creates the entries that were saved.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 from pyckpt import optim
 from pyckpt.dcp.report import some
 from pyckpt.errors import LoadError
+from pyckpt.optim.load import hand_over
 from pyckpt.optim.wrappers import unsaved, unwrapped
 from pyckpt.train.state import values
 from pyckpt.train.state.entry import Entry, StatefulEntry
@@ -197,7 +199,9 @@ class OptimizerEntry(Entry):
         for group, fqns in zip(groups, self._names.groups, strict=True):
             group["params"] = [number_of[fqn] for fqn in fqns]
         rest = {key: values.decode(value) for key, value in loaded.items()}
-        _load(self.name, self._given, {"state": state, "param_groups": groups, **rest})
+        # What was loaded is in the optimizer's own tensors, or in new ones.
+        with _named(self.name):
+            hand_over(self._given, {"state": state, "param_groups": groups, **rest})
 
     def _check_kind(self, saved: Tree) -> None:
         """Refuse the state of another kind of optimizer, by the options of its groups."""
@@ -356,7 +360,8 @@ class FlatOptimizerEntry(Entry):
             flat = FullyShardedDataParallel.optim_state_dict_to_load(
                 self._module, self._optimizer, {"state": state, "param_groups": groups}
             )
-        _load(self.name, self._given, flat)
+        with _named(self.name):
+            optim.load_state_dict(self._given, flat, flags="live")
 
 
 def _live(path: Path) -> Path:
@@ -370,9 +375,11 @@ def _saved_states(saved: Tree) -> Mapping[Any, Any]:
     return states if isinstance(states, dict) else {}
 
 
-def _load(name: str, optimizer: Any, state_dict: dict[str, Any]) -> None:
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Raise what an optimizer says to its state as a LoadError that names it."""
     try:
-        optim.load_state_dict(optimizer, state_dict, flags="live")
+        yield
     except ValueError as error:
         raise LoadError(f"{name}: {error}") from error
 

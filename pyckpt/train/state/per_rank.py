@@ -14,7 +14,7 @@ from pyckpt.train.state import values
 from pyckpt.train.state.entry import Entry, asked
 from pyckpt.train.state.saved import Path, Policy, Rank, Tree
 
-__all__ = ["PerRank", "RankEntry", "RankState", "Unfit", "check_complete"]
+__all__ = ["PerRank", "RankEntry", "RankState", "Unfit", "check_complete", "state_of_ranks"]
 
 _KEY = re.compile(r"rank-([0-9]{5,18})-of-([0-9]{5,18})")
 _ALL = "all-ranks"
@@ -135,6 +135,18 @@ def check_complete(saved: Mapping[Any, Any], name: str) -> int:
             f"{name}: the checkpoint does not have the state of each of {size} ranks", key=name
         )
     return size
+
+
+def state_of_ranks(states: Sequence[Any], name: str) -> dict[str, Any]:
+    """What as many ranks save together, each its own of these states. Errors call it ``name``.
+
+    Raises:
+        TypeError: a state could not be loaded again.
+    """
+    return {
+        _key(index, len(states)): values.encode(state, name, compact=True)
+        for index, state in enumerate(states)
+    }
 
 
 def _key(index: int, world_size: int) -> str:

@@ -15,7 +15,6 @@ import io
 import json
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from pyckpt.format.files import check_regular, open_regular, read_regular
 from pyckpt.format.flock import trying
 from pyckpt.printable import printable
 from pyckpt.train.store.fence import FOLDER
+from pyckpt.train.store.names import DEFAULT, Naming
 from pyckpt.train.store.transient import Failure, failure_of, is_shortage, persist
 
 __all__ = [
@@ -56,24 +56,12 @@ NOTE_KEY = "pyckpt.checkpoint"
 """The key, beside those of the state, under which a checkpoint describes itself: a string of JSON
 with its step, whether it is final, and the metrics that were passed with it."""
 
-_DIRECTORY = re.compile(r"step-(\d{8,})")
 _NAMES_SHOWN = 3
 _NOTE_MAX = 1 << 20
 
 
-def directory_name(step: int) -> str:
-    """The name of a step's checkpoint; names sort as steps do, below 10^8 of them."""
-    return f"step-{step:08d}"
-
-
-def step_of(name: str) -> int | None:
-    """The step of a checkpoint's directory, by its name; None for other names."""
-    match = _DIRECTORY.fullmatch(name)
-    if match is None:
-        return None
-    step = int(match[1])
-    # Not step-000000100 for step 100: two names of one step would be two checkpoints.
-    return step if directory_name(step) == name else None
+directory_name, step_of = DEFAULT.name, DEFAULT.step_of
+"""The name of a step's checkpoint, and back, unless a Checkpointer was given other names."""
 
 
 def note(step: int, *, final: bool, metrics: Mapping[str, float]) -> str:
@@ -156,18 +144,27 @@ class Catalog:
 
     Every call lists the directory anew, but each metadata file is decoded once. May be used from
     several threads.
+
+    Args:
+        naming: the names of their directories.
+        verify: raises for a checkpoint whose bytes are not those that were saved.
     """
 
     def __init__(
-        self, directory: Path, *, verify: Callable[[Path, Metadata], None] | None = None
+        self,
+        directory: Path,
+        *,
+        naming: Naming = DEFAULT,
+        verify: Callable[[Path, Metadata], None] | None = None,
     ) -> None:
         self.directory = directory
+        self.naming = naming
         self._verify = verify
         self._known: dict[int, _Known] = {}
 
     def path(self, step: int) -> Path:
         """The path of a step's checkpoint, which need not exist."""
-        return self.directory / directory_name(step)
+        return self.directory / self.naming.name(step)
 
     def steps(self) -> list[int]:
         """Steps that have a directory, valid or not, newest first.
@@ -183,7 +180,7 @@ class Catalog:
 
     def _listed(self) -> list[int | None]:
         with os.scandir(self.directory) as entries:
-            return [step_of(entry.name) for entry in entries if _is_dir(entry)]
+            return [self.naming.step_of(entry.name) for entry in entries if _is_dir(entry)]
 
     def newest(self, limit: int | None = None) -> CheckpointInfo | None:
         """The newest valid checkpoint, of those up to step ``limit``. Raises as `newest_first`."""
@@ -211,7 +208,7 @@ class Catalog:
             names = sorted(os.listdir(self.directory))
         except FileNotFoundError:
             return []
-        known = {FOLDER, *map(directory_name, steps)}
+        known = {FOLDER, *map(self.naming.name, steps)}
         found += [
             DirectoryEntry(
                 self.directory / name, None, "foreign", "this is not the name of a checkpoint"
@@ -229,19 +226,27 @@ class Catalog:
             return "there is no such directory" if error.errno == errno.ENOENT else str(error)
         if commit.metadata_name() in names or any(map(commit.is_part, names)):
             above = self.directory.parent
-            other = f"pass {above}, or " if step_of(self.directory.name) is not None else ""
+            other = (
+                f"pass {above}, or " if self.naming.step_of(self.directory.name) is not None else ""
+            )
             return f"this is itself a checkpoint; {other}load it with pyckpt.load"
         ours = [str(entry) for step in self.steps() for entry in [self.examine(step)]]
-        others = [name for name in names if name != FOLDER and step_of(name) is None]
+        others = [name for name in names if name != FOLDER and self.naming.step_of(name) is None]
         saved = [name for name in others if (self.directory / name / ".metadata").exists()]
         if saved:
             return (
                 f"it holds {_few(saved)}, which pyckpt.load reads; what a Checkpointer restores is "
-                f"called {directory_name(500)}"
+                f"called {self.naming.name(500)}{self._hint(saved[0])}"
             )
         if others:
-            return f"it holds {_few(others)}, of which none is a checkpoint"
+            entries = "1 entry is" if len(others) == 1 else f"{len(others)} entries are"
+            return f"{entries} not named as {self.naming.name(500)} is: {_few(others)}"
         return f"it holds {_few(ours)}" if ours else "the directory is empty"
+
+    def _hint(self, name: str) -> str:
+        """How to find a directory of that name, if it has the form of other programs' names."""
+        other = Naming.of(name)
+        return "" if other is None else f"; naming={other.pattern!r} finds {name}"
 
     def examine(self, step: int, *, verify: bool = False) -> DirectoryEntry:
         """Return the state of a step's directory. Damage in it raises no error.

@@ -7,6 +7,7 @@ an earlier export.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -15,14 +16,19 @@ from typing import Any, Literal
 
 import torch
 
+from pyckpt.activity import Amount, activity
 from pyckpt.engine import Engine
 from pyckpt.format import commit
+from pyckpt.printable import rate_text
+from pyckpt.speaking import for_all
 from pyckpt.train.store.catalog import reading
 from pyckpt.train.store.model_files import copy, safetensors_file, torch_file
 from pyckpt.train.store.swap import CONFIG, new_file, put_in_place, temporary_directory
 from pyckpt.train.store.tensors import ModelTensor, RenameTensors, TensorSource
 
 __all__ = ["export"]
+
+_logger = logging.getLogger("pyckpt")
 
 _STEMS = {"safetensors": ("model", "safetensors"), "torch": ("pytorch_model", "bin")}
 _FILES = {"safetensors": safetensors_file, "torch": torch_file}
@@ -91,11 +97,19 @@ def export(
     content_of_config = None if config is None else _config(config)
     source_directory, target = Path(checkpoint), Path(path)
     stem, suffix = _STEMS[format]
-    with reading(source_directory):
+    written: list[int] = []
+    total = 0
+    with (
+        reading(source_directory),
+        activity(
+            f"exporting {source_directory}", measure=lambda: Amount(sum(written), total)
+        ) as doing,
+    ):
         source = TensorSource(source_directory, direct, engine)
         tensors = source.tensors(key, dtype, rename)
         aliases = source.ties(tensors, tied or {})
         shards = _shards([t for t in tensors if t.name not in aliases], limit)
+        total = sum(tensor.nbytes for shard in shards for tensor in shard)
         names = _names(stem, suffix, len(shards))
         where = {tensor.name: i for i, shard in enumerate(shards) for tensor in shard}
         commit.make_directory(target, sync=True)
@@ -104,7 +118,8 @@ def export(
                 here = {alias: name for alias, name in aliases.items() if where[name] == i}
                 with new_file(temporary / names[i]) as file:
                     finish, order = _FILES[format](file, shard, here)
-                    finish(copy(file, dict(order), source.read([tensor for tensor, _ in order])))
+                    pieces = source.read([tensor for tensor, _ in order])
+                    finish(copy(file, dict(order), pieces, written.append))
             if len(shards) > 1:
                 weights = {name: names[i] for name, i in where.items()}
                 if format == "torch":
@@ -117,6 +132,14 @@ def export(
                 with new_file(temporary / CONFIG) as file:
                     file.write(content_of_config)
             put_in_place(temporary, target, names, (stem, suffix))
+    _logger.log(
+        for_all(logging.INFO),
+        "exported %s to %s in %.3g s (%s)",
+        source_directory,
+        target,
+        doing.seconds,
+        rate_text(total, doing.seconds),
+    )
     return [target / name for name in names]
 
 

@@ -16,9 +16,9 @@ from pyckpt import _C
 from pyckpt.train.store.archive import torch_layout
 from pyckpt.train.store.tensors import ModelTensor
 
-__all__ = ["copy", "safetensors_file", "torch_file"]
+__all__ = ["SAFETENSORS", "copy", "safetensors_file", "torch_file"]
 
-_SAFETENSORS = {
+SAFETENSORS = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -53,7 +53,7 @@ def safetensors_file(
     places = []
     at = 0
     for tensor in ordered:
-        name = _SAFETENSORS.get(tensor.dtype)
+        name = SAFETENSORS.get(tensor.dtype)
         if name is None:
             raise ValueError(f"{tensor.name}: safetensors has no {tensor.dtype}")
         header[tensor.name] = {
@@ -80,9 +80,13 @@ def torch_file(
 
 
 def copy(
-    file: Any, places: Mapping[ModelTensor, int], pieces: Iterator[tuple[ModelTensor, torch.Tensor]]
+    file: Any,
+    places: Mapping[ModelTensor, int],
+    pieces: Iterator[tuple[ModelTensor, torch.Tensor]],
+    on_written: Callable[[int], None] = lambda count: None,
 ) -> dict[str, int]:
-    """Write each tensor at its offset of a file; return the CRC-32 of its bytes, by its name."""
+    """Write each tensor at its offset of a file; return the CRC-32 of its bytes, by its name.
+    ``on_written`` is called with the bytes of each piece."""
     ends = dict(places)
     checksums = dict.fromkeys((tensor.name for tensor in places), 0)
     room = torch.empty(0, dtype=torch.uint8)  # used again, since malloc would keep freed memory
@@ -101,6 +105,7 @@ def copy(
             count = os.pwrite(file.fileno(), data, ends[tensor])
             data = data[count:]
             ends[tensor] += count
+            on_written(count)
     for tensor, place in places.items():
         assert ends[tensor] == place + tensor.nbytes, tensor.name
     return checksums

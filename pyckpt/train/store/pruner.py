@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 
 from pyckpt.errors import Superseded
 from pyckpt.format import commit
@@ -89,6 +90,7 @@ class Pruner:
         busy: steps that are being written; may change.
         distrusted: steps whose checkpoints proved corrupt; they are not counted, and stay. May
             change.
+        on_removed: called with the step and the path of each checkpoint that was removed.
 
     Attributes:
         protected: steps that the program wants kept.
@@ -103,12 +105,14 @@ class Pruner:
         allowed: Callable[[], AbstractContextManager[None]],
         busy: Collection[int],
         distrusted: Collection[int],
+        on_removed: Callable[[int, Path], None] = lambda step, path: None,
     ) -> None:
         self._catalog = catalog
         self._retention = retention
         self._allowed = allowed
         self._busy = busy
         self._distrusted = distrusted
+        self._on_removed = on_removed
         self._passed: set[int] = set()
         self._restored: int | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pyckpt-prune")
@@ -137,6 +141,8 @@ class Pruner:
             allowed=self._allowed,
         )
         self.removed += len(removed)
+        for step in removed:
+            self._on_removed(step, self._catalog.path(step))
 
     def restored(self, step: int) -> None:
         """Training goes on from a step."""

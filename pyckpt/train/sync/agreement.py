@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from pyckpt.locks import fork_safe_lock
+from pyckpt.speaking import for_all
 
 __all__ = ["Agreement", "Facts", "GroupAgreement", "LocalAgreement"]
 
@@ -174,7 +175,7 @@ class GroupAgreement(Agreement):
                 self._left.wait(_PERIOD_SECONDS)
         except RuntimeError as error:
             # A rank is gone, and training will find out too. Facts in force stay so.
-            _logger.warning("ranks cannot agree on saves any more: %s", error)
+            _logger.log(for_all(logging.WARNING), "ranks cannot agree on saves any more: %s", error)
             if not self._closing.is_set():
                 self._on_lost(error)
         finally:

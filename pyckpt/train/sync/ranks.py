@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -130,7 +131,10 @@ class Ranks:
         with self._losing:
             if self.lost is None:
                 self.lost = self._explain(error, doing)
-                _logger.error("%s", self.lost)
+                there = set(range(self.size)) - set(self.lost.ranks)
+                # Each says it if it is not known who is missing: that may be the first.
+                speaks = not self.lost.ranks or self.rank == min(there, default=self.rank)
+                _logger.log(logging.ERROR if speaks else logging.DEBUG, "%s", self.lost)
             return self.lost
 
     def _explain(self, error: BaseException, doing: str) -> RanksLost:
@@ -138,10 +142,7 @@ class Ranks:
         if self._roll_call is not None:
             missing = self._roll_call.missing(wait="imed out" in str(error))
         if missing:
-            assert self._roll_call is not None
-            hosts = sorted({host for rank in missing if (host := self._roll_call.host(rank))})
-            of = f" ({', '.join(hosts)})" if hosts else ""
-            who = f"{name_ranks(missing)}{of} did not come"
+            who = f"{self._named(missing)} did not come"
         else:
             who = "the ranks did not meet; it is not known who is missing"
         waited = "" if self._timeout is None else f" (timeout={self._timeout.total_seconds():g} s)"
@@ -151,6 +152,20 @@ class Ranks:
             f"Checkpointer on all ranks. ({type(error).__name__}: {error})",
             ranks=tuple(missing),
         )
+
+    def late(self) -> tuple[str, float]:
+        """The ranks that this one waits for, and for how many seconds; "" if there are none, or
+        another rank is to name them. Any thread may call it."""
+        if self._roll_call is None or self.lost is not None:
+            return "", 0.0
+        ranks = self._roll_call.late()
+        return self._named(ranks) if ranks else "", time.monotonic() - self._roll_call.arrived
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        """The names of ranks, with their hosts."""
+        assert self._roll_call is not None
+        hosts = sorted({host for rank in ranks if (host := self._roll_call.host(rank))})
+        return name_ranks(ranks) + (f" ({', '.join(hosts)})" if hosts else "")
 
     def close(self) -> None:
         """Destroy the groups. Idempotent."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -39,19 +40,59 @@ class RollCall:
     Attributes:
         count: of the meetings so far. The caller sets it after an error, which may have kept this
             rank from some meetings.
+        arrived: when this rank came to the last of them, by ``time.monotonic``.
     """
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
         self.count = 0
+        self.arrived = time.monotonic()
         self._store = _store(f"pyckpt/{name}")
         self._hosts: dict[int, str] = {}
 
     def arrive(self) -> None:
         """Record that this rank has come to the next meeting. Does not wait for other ranks."""
         self.count += 1
+        self.arrived = time.monotonic()
         self._tell(str(self._rank), f"{self.count} {host_name()}")
+
+    def assemble(
+        self, *, late: float, limit: float, tell: Callable[[list[int]], object]
+    ) -> list[int]:
+        """Come to the next meeting, and wait until all ranks have.
+
+        Args:
+            late: seconds after which ``tell`` is called with the ranks that have not come.
+            limit: seconds after which the wait ends.
+
+        Returns:
+            The ranks that have not come; empty if all have, or if that cannot be known.
+        """
+        self.arrive()
+        store = self._store
+        if store is None:
+            return []
+        meeting = f"meeting {self.count}"
+        try:
+            if store.add(meeting, 1) == self._size:
+                store.set(f"{meeting} is complete", "")
+                # All ranks have left the one before.
+                store.delete_key(f"meeting {self.count - 1}")
+                store.delete_key(f"meeting {self.count - 1} is complete")
+        except RuntimeError as error:
+            _logger.debug("nobody will know which rank is missing, if one is: %s", error)
+            return []
+        deadline = time.monotonic() + limit
+        for seconds in (min(late, limit), limit):
+            with suppress(RuntimeError):  # the time is over
+                left = min(seconds, max(0.0, deadline - time.monotonic()))
+                store.wait([f"{meeting} is complete"], timedelta(seconds=max(0.001, left)))
+                return []
+            missing = self._missing(self.count, wait=False)
+            if seconds < limit and missing:
+                tell(missing)
+        return missing
 
     def missing(self, *, wait: bool) -> list[int]:
         """The ranks that did not come to the meeting that failed; empty if that is not known.
@@ -64,6 +105,23 @@ class RollCall:
         count = self.count
         self._tell(f"{self._rank}/gave up", "")
         return _within(_STORE_SECONDS + _OTHERS_SECONDS, lambda: self._missing(count, wait)) or []
+
+    def late(self) -> list[int]:
+        """The ranks that this one waits for, if it is the one to say so: the first of those that
+        are there. Any thread may call it, also while another waits in a meeting.
+
+        Raises:
+            Exception: the store does not answer.
+        """
+        count, store = self.count, self._store
+        if store is None:
+            return []
+        # In this order, so that most ranks ask for one other only.
+        if any(self._arrivals(store, rank) >= count for rank in range(self._rank)):
+            return []
+        after = range(self._rank + 1, self._size)
+        behind = [rank for rank in after if self._arrivals(store, rank) < count]
+        return [*range(self._rank), *behind]
 
     def host(self, rank: int) -> str:
         """The host of a rank; empty if it is not known."""

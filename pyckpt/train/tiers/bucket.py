@@ -17,8 +17,9 @@ from pyckpt.errors import PyckptError, Superseded
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
 from pyckpt.remote.address import open_store, telling
-from pyckpt.train.store.catalog import CheckpointInfo, directory_name, read_note, step_of
+from pyckpt.train.store.catalog import CheckpointInfo, read_note
 from pyckpt.train.store.fence import FOLDER
+from pyckpt.train.store.names import DEFAULT, Naming
 from pyckpt.train.store.retention import Retention, surplus
 from pyckpt.train.tiers.tier import PIECE_BYTES
 
@@ -53,14 +54,16 @@ class BucketTier:
     Args:
         url: as for ``pyckpt.remote.address.open_store``.
         root: the directory that it mirrors.
+        naming: the names of the checkpoints in both.
 
     Raises:
         ImportError: obstore is not installed.
         ValueError: the URL is of no kind that obstore knows.
     """
 
-    def __init__(self, url: str, root: Path) -> None:
+    def __init__(self, url: str, root: Path, naming: Naming = DEFAULT) -> None:
         self._url = url.rstrip("/")
+        self._naming = naming
         self._root = root
         self._store: ObjectStore = open_store(self._url)
         self._generation: int | None = None
@@ -70,12 +73,12 @@ class BucketTier:
         return self._url
 
     def place(self, step: int) -> str:
-        return f"{self._url}/{directory_name(step)}"
+        return f"{self._url}/{self._naming.name(step)}"
 
     def upload(self, step: int, file: Path, passing: Callable[[int], None]) -> None:
         import obstore
 
-        name = f"{directory_name(step)}/{file.name}"
+        name = f"{self._naming.name(step)}/{file.name}"
         size = file.stat().st_size
         if size <= PIECE_BYTES:
             passing(size)
@@ -93,7 +96,7 @@ class BucketTier:
             )
 
     def sizes(self, step: int) -> dict[str, int]:
-        prefix = f"{directory_name(step)}/"
+        prefix = f"{self._naming.name(step)}/"
         return {one["path"][len(prefix) :]: one["size"] for one in self._listed(prefix)}
 
     def _listed(self, prefix: str) -> list[Any]:
@@ -107,7 +110,7 @@ class BucketTier:
         from obstore.exceptions import NotSupportedError
 
         self._fence()
-        folder = directory_name(step)
+        folder = self._naming.name(step)
         name = f"{folder}/{commit.metadata_name()}"
         mode: Any = "create"
         with telling(f"{self._url}/{name}"):
@@ -156,7 +159,7 @@ class BucketTier:
             if one is None and step < newest and self._is_leftover(step)
         ]
         for step in [*leftover, *going]:
-            folder = directory_name(step)
+            folder = self._naming.name(step)
             # First what makes it count.
             self._delete([f"{folder}/{commit.metadata_name()}"])
             self._delete([f"{folder}/{name}" for name in self.sizes(step)])
@@ -186,14 +189,14 @@ class BucketTier:
         with telling(self._url):
             listed = obstore.list_with_delimiter(self._store)
         names = (path.rstrip("/").rpartition("/")[2] for path in listed["common_prefixes"])
-        return [step for step in map(step_of, names) if step is not None]
+        return [step for step in map(self._naming.step_of, names) if step is not None]
 
     def _examine(self, step: int) -> CheckpointInfo | None:
         """The checkpoint of a step, if it is valid: its metadata is complete, and each object that
         it names has its size. Damage in it raises no error."""
         import obstore
 
-        name = f"{directory_name(step)}/{commit.metadata_name()}"
+        name = f"{self._naming.name(step)}/{commit.metadata_name()}"
         try:
             with telling(f"{self._url}/{name}"):
                 found = obstore.get(self._store, name)
@@ -218,7 +221,7 @@ class BucketTier:
         final, metrics = read_note(place, metadata, step, partial(self._range, place))
         checkpoint = CheckpointInfo(
             step,
-            self._root / directory_name(step),
+            self._root / self._naming.name(step),
             final=final,
             metrics=metrics,
             bytes=sum(files.values()),

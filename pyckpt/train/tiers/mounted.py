@@ -13,6 +13,7 @@ from pathlib import Path
 from pyckpt.format import commit
 from pyckpt.train.store.catalog import Catalog, CheckpointInfo
 from pyckpt.train.store.fence import Fence
+from pyckpt.train.store.names import DEFAULT, Naming
 from pyckpt.train.store.pruner import prune
 from pyckpt.train.store.retention import Retention
 from pyckpt.train.tiers.tier import PIECE_BYTES
@@ -27,12 +28,13 @@ class MountedTier:
     Args:
         directory: of the mirror.
         root: the directory that it mirrors.
+        naming: the names of the checkpoints in both.
     """
 
-    def __init__(self, directory: Path, root: Path) -> None:
+    def __init__(self, directory: Path, root: Path, naming: Naming = DEFAULT) -> None:
         self._directory = directory
         self._root = root
-        self._catalog = Catalog(directory)
+        self._catalog = Catalog(directory, naming=naming)
         self._fence = Fence(directory)
 
     def __str__(self) -> str:

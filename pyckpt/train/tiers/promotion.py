@@ -13,6 +13,7 @@ from pathlib import Path
 from pyckpt.errors import PyckptError, Superseded
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
+from pyckpt.locks import fork_safe_lock
 from pyckpt.train.store.pruner import Protected, Protection
 from pyckpt.train.store.retention import Retention
 from pyckpt.train.tiers.tier import Stopped, Throttle, Tier
@@ -104,7 +105,7 @@ class Promotion:
         self._throttle = Throttle(bytes_per_second)
         self._protected = protected
         self._on_release = on_release
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(fork_safe_lock())
         # Of these, the first may be under way.
         self._jobs: deque[_Job] = deque()
         self._is_busy = False

@@ -1,9 +1,4 @@
-"""A Trainer of Transformers that saves and resumes through `pyckpt.Checkpointer`. ::
-
-    from pyckpt.integrations.transformers import Trainer  # in place of transformers' own
-
-`CheckpointerMixin` does the same for other classes that derive from ``transformers.Trainer``.
-"""
+"""`CheckpointerMixin`: the Trainer's methods that save and resume, through a `Checkpointer`."""
 
 from __future__ import annotations
 
@@ -13,26 +8,25 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from pyckpt.integrations.versions import require
-
-require("transformers", minimum="5.20", below="6", extra="transformers")
-
-# ruff: noqa: E402
-import torch
 import transformers
-from transformers.trainer_callback import ExportableState, TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 
 import pyckpt
 from pyckpt.errors import LoadError
 from pyckpt.integrations.first import on_first
-from pyckpt.train.arguments import directory_of
-from pyckpt.train.finder import Finder
+from pyckpt.integrations.transformers.parts import RunningLoss, TrainerPart, mean, run_of
+from pyckpt.integrations.transformers.source import (
+    PART,
+    Source,
+    newest,
+    source_at,
+    source_of,
+    step_of,
+    tell_earlier_run,
+)
 from pyckpt.train.state.app_state import AppState
 from pyckpt.train.store.catalog import directory_name
 
@@ -40,22 +34,9 @@ __all__ = ["CheckpointerMixin", "Trainer"]
 
 _logger = logging.getLogger("pyckpt")
 
-_PART = "trainer"
-"""The name in a checkpoint of what belongs to the Trainer itself."""
 _BEST = "best"
 """The metric by which the best checkpoint is kept: its step if it was the best when it was saved,
 else not a number. So ties are decided as the Trainer decides them."""
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A checkpoint of pyckpt to resume from; ``trainer`` is what it holds of the Trainer."""
-
-    path: Path
-    step: int
-    any_older: bool
-    """Whether an older one may be loaded in its place, if this one proves corrupt."""
-    trainer: dict[str, Any]
 
 
 class _OtherStep(Exception):
@@ -95,14 +76,14 @@ class CheckpointerMixin:
     ) -> None:
         self._options = dict(checkpointer or {})
         self._checkpointer: pyckpt.Checkpointer | None = None
-        self._source: _Source | None = None
+        self._source: Source | None = None
         self._rng: dict[str, Any] = {}
         self._stepped = 0  # the last step that the Checkpointer was told of
         self._saved: set[int] = set()
-        self._loss = _RunningLoss(self)
+        self._loss = RunningLoss(self)
         super().__init__(*args, **kwargs)
         _refuse_unsupported(self)
-        self._me.add_callback(_Callback(self))
+        self._me.add_callback(self._loss)
 
     @property
     def _me(self) -> Any:
@@ -120,46 +101,27 @@ class CheckpointerMixin:
         """As of the Trainer; see the class for ``resume_from_checkpoint``.
 
         Raises:
-            FileNotFoundError: there is nothing to resume from.
+            FileNotFoundError: there is no checkpoint at the path.
+            ValueError: there is none in ``output_dir``.
             OSError, PyckptError: a save failed, or the checkpoint cannot be loaded.
         """
-        found: str | _Source | None = None
+        directory = Path(self._me.args.output_dir)
+        found: str | Source | None = None
         if resume_from_checkpoint is True:
-            found = on_first(self._newest)
+            found = on_first(lambda: newest(directory))
         elif resume_from_checkpoint:
             path = resume_from_checkpoint
-            found = on_first(lambda: _source_at(Path(path).expanduser()) or str(path))
-        else:
-            on_first(self._tell_earlier_runs)
+            found = on_first(lambda: source_at(Path(path).expanduser()) or str(path))
+        elif self._me.args.save_strategy != "no":
+            on_first(lambda: tell_earlier_run(directory))
         with tempfile.TemporaryDirectory(prefix="pyckpt-resume-") as folder:
             self._folder = Path(folder)
-            self._source = found if isinstance(found, _Source) else None
+            self._source = found if isinstance(found, Source) else None
             resume = found if self._source is None else self._prepare_folder()
             try:
                 return super().train(resume, trial, ignore_keys_for_eval)  # type: ignore[misc]
             finally:
                 self._source = None
-
-    def _newest(self) -> str | _Source:
-        """The newest checkpoint in the output directory, of either format."""
-        directory = Path(self._me.args.output_dir)
-        theirs: str | None = None
-        if directory.is_dir():
-            theirs = get_last_checkpoint(directory)  # type: ignore[no-untyped-call]
-        step = -1 if theirs is None else int(theirs.rpartition("-")[2])
-        ours = _newest_in(directory)
-        if ours is not None and ours.step >= step:
-            return ours
-        if theirs is not None:
-            return theirs
-        entries = Finder(directory, "auto", None).inspect()
-        what = "; ".join(str(entry) for entry in entries[:5])
-        raise FileNotFoundError(
-            2,
-            "resume_from_checkpoint=True, and there is no valid checkpoint"
-            + (f" ({what})" if what else ""),
-            str(directory),
-        )
 
     def _prepare_folder(self) -> str:
         """Write the file that the Trainer reads its state from; warn if the data is another."""
@@ -171,7 +133,7 @@ class CheckpointerMixin:
             state["best_model_checkpoint"] = str(self._source.path.parent / directory_name(best))
         text = json.dumps(state)
         (self._folder / "trainer_state.json").write_text(text, encoding="utf-8")
-        saved, now = json.loads(self._source.trainer["run"]), self._run()
+        saved, now = json.loads(self._source.trainer["run"]), run_of(self._me)
         differing = [
             f"{key} was {saved[key]} and is {now[key]}"
             for key in now
@@ -184,27 +146,6 @@ class CheckpointerMixin:
                 "; ".join(differing),
             )
         return str(self._folder)
-
-    def _run(self) -> dict[str, Any]:
-        """What decides which examples a step has."""
-        args = self._me.args
-        data = self._me.train_dataset
-        return {
-            "seed": args.seed if args.data_seed is None else args.data_seed,
-            "examples of a step": self._me.get_total_train_batch_size(args),
-            "examples": len(data) if hasattr(data, "__len__") else None,
-        }
-
-    def _tell_earlier_runs(self) -> None:
-        directory = Path(self._me.args.output_dir)
-        saves = self._me.args.save_strategy != "no"
-        newest = Finder(directory, "auto", None).latest() if saves and directory.is_dir() else None
-        if newest is not None:
-            _logger.warning(
-                "training begins, and %s is of an earlier run; resume_from_checkpoint=True will "
-                "find it until this run saves a later step. Move it away to keep the two apart",
-                newest.path,
-            )
 
     # --- the run ----------------------------------------------------------------------------------
 
@@ -225,7 +166,7 @@ class CheckpointerMixin:
                 except _OtherStep as other:
                     assert self._source is not None
                     path = self._source.path.parent / directory_name(other.step)
-                    self._source = _source_of(path, other.step, any_older=True)
+                    self._source = source_of(path, other.step, any_older=True)
                     self._prepare_folder()
 
     @contextmanager
@@ -253,14 +194,14 @@ class CheckpointerMixin:
         is_adapter = any(one.__module__.split(".")[0] == "peft" for one in type(model).__mro__)
         state: dict[str, Any] = {
             "model": pyckpt.Trainable(model) if is_adapter else model,
-            _PART: _TrainerPart(self),
+            PART: TrainerPart(self),
         }
         if self._me.args.save_only_model:
             return state
         state |= {
             "optimizer": self._me.optimizer,
             "scheduler": self._me.lr_scheduler,
-            "loss": pyckpt.PerRank(self._loss, merge=_mean),
+            "loss": pyckpt.PerRank(self._loss, merge=mean),
             "rng": pyckpt.RngState(),
         }
         scaler = getattr(self._me.accelerator, "scaler", None)
@@ -313,7 +254,8 @@ class CheckpointerMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._source is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            with _telling_how_to_convert(resume_from_checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self._source is None:
@@ -323,7 +265,8 @@ class CheckpointerMixin:
         """Restore everything at once, since from here on everything is there."""
         source = self._source
         if source is None:
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            with _telling_how_to_convert(checkpoint):
+                super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         assert self._checkpointer is not None
         state = self._state()
@@ -351,7 +294,7 @@ class CheckpointerMixin:
 
     def _load_best_model(self) -> None:
         path = Path(self._me.state.best_model_checkpoint)
-        if _step_of(path) is None:
+        if step_of(path) is None:
             super()._load_best_model()  # type: ignore[misc]
             return
         assert self._checkpointer is not None
@@ -363,71 +306,19 @@ class Trainer(CheckpointerMixin, transformers.Trainer):  # type: ignore[misc]
     """``transformers.Trainer``, with the checkpoints of `CheckpointerMixin`."""
 
 
-class _TrainerPart:
-    """The Trainer's own state, as an object of a training state."""
-
-    def __init__(self, trainer: CheckpointerMixin) -> None:
-        self._mixin = trainer
-        self._trainer = trainer._me
-
-    def state_dict(self) -> dict[str, Any]:
-        trainer = self._trainer
-        state = asdict(trainer.state)
-        callbacks: dict[str, Any] = {}
-        for one in [*trainer.callback_handler.callbacks, trainer.control]:
-            if isinstance(one, ExportableState):
-                name = type(one).__name__
-                if name in callbacks:  # several of a class
-                    before = callbacks[name]
-                    callbacks[name] = [*(before if isinstance(before, list) else [before])]
-                    callbacks[name].append(one.state())
-                else:
-                    callbacks[name] = one.state()
-        state["stateful_callbacks"] = callbacks
-        run = {**self._mixin._run(), "save_only_model": trainer.args.save_only_model}
-        return {"state": json.dumps(state), "run": json.dumps(run)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass  # the Trainer has read it by itself, from a file
-
-
-class _RunningLoss:
-    """The loss of a rank since the last log. Without it, the first loss that is logged after a
-    resume is the mean of fewer steps."""
-
-    def __init__(self, trainer: CheckpointerMixin) -> None:
-        self._trainer = trainer._me
-        self._loaded: dict[str, Any] | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        trainer = self._trainer
-        sum_of_losses = getattr(trainer, "_tr_loss", None)
-        if sum_of_losses is None:
-            return {"sum": torch.zeros(()), "since": 0}
-        return {"sum": sum_of_losses, "since": trainer._globalstep_last_logged}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._loaded = {"sum": state["sum"].clone(), "since": state["since"]}
-
-    def begin(self) -> None:
-        """Training begins, and the Trainer has set its sums to zero."""
-        if self._loaded is None:
-            return
-        trainer, loaded, self._loaded = self._trainer, self._loaded, None
-        trainer._tr_loss += loaded["sum"].to(trainer._tr_loss)
-        trainer._globalstep_last_logged = loaded["since"]
-        # What train() returns is the mean of its own steps.
-        trainer._total_loss_scalar -= trainer.accelerator.gather(trainer._tr_loss).mean().item()
-
-
-class _Callback(TrainerCallback):  # type: ignore[misc]
-    """What happens at the Trainer's own events."""
-
-    def __init__(self, trainer: CheckpointerMixin) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer._loss.begin()
+@contextmanager
+def _telling_how_to_convert(path: str | None) -> Iterator[None]:
+    """The Trainer loads a checkpoint that is not ours."""
+    try:
+        yield
+    except Exception as error:
+        if path is None:
+            raise
+        raise LoadError(
+            f"{path} is no checkpoint of pyckpt, and Transformers cannot load it here "
+            f"({type(error).__name__}: {error}). If it is one of another framework, or of another "
+            f"number of processes, convert it: pyckpt import {path} DIRECTORY"
+        ) from error
 
 
 def _refuse_unsupported(trainer: Any) -> None:
@@ -454,57 +345,3 @@ def _refuse_unsupported(trainer: Any) -> None:
             f"hub_strategy={args.hub_strategy!s} pushes files that a checkpoint does not have; use "
             "hub_strategy='end'"
         )
-
-
-def _step_of(path: Path) -> int | None:
-    """The step in the name of a checkpoint's directory; None for another name."""
-    number = path.name.removeprefix("step-")
-    if path.name == number or not number.isdecimal():
-        return None
-    return int(number) if path.name == directory_name(int(number)) else None
-
-
-def _newest_in(directory: Path) -> _Source | None:
-    """The newest valid checkpoint of pyckpt in a directory, if it has one."""
-    if not directory.is_dir():
-        return None
-    newest = Finder(directory, "auto", None).latest()
-    return None if newest is None else _source_of(newest.path, newest.step, any_older=True)
-
-
-def _source_at(path: Path) -> _Source | None:
-    """The checkpoint of pyckpt at a path, or the newest in it; None if there is none."""
-    step = _step_of(path)
-    if step is not None:
-        path = directory_of(path)
-        entries = {entry.path: entry for entry in Finder(path.parent, "auto", None).inspect()}
-        entry = entries.get(path)
-        if entry is None or entry.checkpoint is None:
-            what = "there is no such directory" if entry is None else f"{entry.state}"
-            why = "" if entry is None else f": {entry.reason}"
-            raise FileNotFoundError(2, f"no valid checkpoint ({what}{why})", str(path))
-        return _source_of(path, step, any_older=False)
-    if (path / ".metadata").exists():
-        raise LoadError(
-            f"{path} is not named as a checkpoint of a Trainer is, such as {directory_name(100)}; "
-            "if it is one that was renamed, give it its name again"
-        )
-    return _newest_in(path)
-
-
-def _source_of(path: Path, step: int, *, any_older: bool) -> _Source:
-    part: dict[str, Any] = {_PART: {"state": None, "run": None}}
-    try:
-        pyckpt.load(part, path, unexpected="ignore", no_dist=True)
-    except LoadError as error:
-        raise LoadError(
-            f"{path} was not saved by a Trainer: it has no state of one. Its model alone can be "
-            f"loaded, with pyckpt.load({{'model': model}}, path, unexpected='ignore')"
-        ) from error
-    return _Source(path, step, any_older, part[_PART])
-
-
-def _mean(states: list[Any], rank: int, world_size: int) -> Any:
-    """A `_RunningLoss` on another number of ranks: their mean, which is what is logged."""
-    total = torch.stack([state["sum"].float() for state in states]).mean()
-    return {"sum": total, "since": states[0]["since"]}

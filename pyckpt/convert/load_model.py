@@ -1,0 +1,254 @@
+"""``pyckpt.load_model``: the weights of a module, from wherever they are."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from pyckpt.convert.weight_files import find_weights, read_weights
+from pyckpt.dcp.load import load
+from pyckpt.dcp.reader import DirectReader
+from pyckpt.dcp.renaming import Rename
+from pyckpt.dcp.report import Conversion, LoadReport, some
+from pyckpt.engine import Engine
+from pyckpt.errors import LoadError
+from pyckpt.format import commit
+from pyckpt.format.paths import paths
+from pyckpt.train.finder import Finder
+from pyckpt.train.restorer import LoadOptions, Restorer
+from pyckpt.train.state.app_state import AppState
+from pyckpt.train.store.pieces import Direct
+from pyckpt.train.sync.ranks import Ranks
+
+__all__ = ["load_model"]
+
+_KEYS_SHOWN = 20
+
+
+def load_model(
+    module: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    key: str = "model",
+    missing: Literal["error", "keep"] = "error",
+    unexpected: Literal["error", "ignore"] = "error",
+    rename: Rename | None = None,
+    naming: str | None = None,
+    direct: Direct = "auto",
+    engine: Engine | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> LoadReport:
+    """Load the weights of a module, and nothing else, to evaluate it or to train it anew. ::
+
+        report = pyckpt.load_model(model, "runs/a")  # of the newest valid checkpoint
+
+    All names and shapes must fit, in both directions, before a value is changed. The module may be
+    wrapped (DDP, FSDP, compiled) or not. If `torch.distributed` is initialised, all ranks of
+    ``process_group`` call this together.
+
+    Args:
+        module: its tensors are filled in place, in their dtypes and on their devices.
+        path: a checkpoint, of pyckpt or of stock PyTorch; or a Checkpointer's directory, of which
+            the newest valid checkpoint is loaded; or an export: a folder of safetensors or
+            ``pytorch_model.bin``, or such a file.
+        key: the name of the model in the checkpoint's state. A checkpoint whose state *is* a
+            model's state dict needs none.
+        missing: what to do about parameters that are not there: raise, or "keep" them.
+        unexpected: what to do about those that the module lacks: raise, or "ignore" them.
+        rename: called with each name (in checkpoints with its key, ``"model.head.weight"``),
+            returns the name that the module has for it.
+        naming: the names of a Checkpointer's checkpoints, as for `Checkpointer`.
+        direct: whether reading bypasses the page cache, as for `DirectReader`.
+        engine: the memory and threads to use; by default those that everyone shares.
+
+    Returns:
+        What was loaded. Files of weights have no checksums, so all of theirs is ``not_verified``.
+
+    Raises:
+        FileNotFoundError: there is nothing there, or no valid checkpoint.
+        LoadError: names or shapes do not fit.
+        CorruptCheckpoint: bytes are not those that were saved. The module may have been changed.
+        UnsafeCheckpoint: a file holds objects that only its own code could make.
+        OSError: a file cannot be read.
+    """
+    options = LoadOptions(missing=missing, unexpected=unexpected, rename=rename)
+    where = Path(path).expanduser()
+    if not where.exists():
+        raise FileNotFoundError(2, "there are no weights to load", str(where))
+    weights = None if (where / commit.metadata_name()).exists() else _weights_at(where)
+    if weights is not None:
+        return _load_files(module, weights, key, options)
+    finder = Finder(where, direct, engine, naming)
+    ranks = Ranks(process_group)
+    try:
+        restorer = Restorer(finder._catalog, ranks, direct=direct, engine=engine)
+        if not (where / commit.metadata_name()).exists():
+            restorer.restore({key: module}, None, options, required=True)
+        elif _is_bare(where, key, direct, engine):
+            reader = DirectReader(where, direct=direct, engine=engine)
+            return _load_bare(module, reader, key, options, process_group)
+        else:
+            restorer.load(where, {key: module}, options)
+        assert restorer.report is not None
+        return restorer.report
+    finally:
+        ranks.close()
+
+
+def _weights_at(path: Path) -> Path | None:
+    return path if path.is_file() else find_weights(path)
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+
+
+def _is_bare(path: Path, key: str, direct: Direct, engine: Engine | None) -> bool:
+    """Whether a checkpoint has tensors at its top, and nothing of that name."""
+    metadata = DirectReader(path, direct=direct, engine=engine).read_metadata()
+    places = paths(metadata)
+    return all(str(place[0]) != key for place in places.values()) and any(
+        len(places[name]) == 1 and isinstance(item, TensorStorageMetadata)
+        for name, item in metadata.state_dict_metadata.items()
+    )
+
+
+def _load_bare(
+    module: nn.Module,
+    reader: DirectReader,
+    key: str,
+    options: LoadOptions,
+    group: dist.ProcessGroup | None,
+) -> LoadReport:
+    live = _live(module, group)
+    saved = {
+        str(place[0]): reader.read_metadata().state_dict_metadata[name]
+        for name, place in paths(reader.read_metadata()).items()
+    }
+    if options.rename is not None:
+        saved = {options.rename(name): item for name, item in saved.items()}
+    shapes = {
+        name: tuple(item.size) if isinstance(item, TensorStorageMetadata) else None
+        for name, item in saved.items()
+    }
+    kept, left = _compare(live, shapes, options)
+    state = {name: live[name] for name in live if name not in kept}
+    report = load(state, reader=reader, rename=options.rename, process_group=group)
+    return LoadReport(
+        loaded=report.loaded,
+        filled=report.filled,
+        converted=report.converted,
+        kept=sorted(kept),
+        unexpected=sorted(left),
+        not_verified=report.not_verified,
+        bytes=report.bytes,
+        seconds=report.seconds,
+    )
+
+
+# --- files of weights ---------------------------------------------------------------------------
+
+
+def _load_files(module: nn.Module, path: Path, key: str, options: LoadOptions) -> LoadReport:
+    start = time.perf_counter()
+    saved = read_weights(path)
+    if options.rename is not None:
+        saved = {options.rename(name): one for name, one in saved.items()}
+    live = _live(module, None)
+    _add_tied(saved, live)
+    kept, left = _compare(live, {name: tuple(one.shape) for name, one in saved.items()}, options)
+    loaded, converted = [], []
+    total = 0
+    with torch.no_grad():
+        for name, one in live.items():
+            if name in kept:
+                continue
+            source = saved[name]
+            if isinstance(one, DTensor):
+                _copy_shard(one, source)
+            else:
+                one.copy_(source)
+            loaded.append(f"{key}.{name}")
+            total += source.numel() * source.element_size()
+            if source.dtype != one.dtype:
+                converted.append(Conversion(f"{key}.{name}", source.dtype, one.dtype))
+    return LoadReport(
+        loaded=loaded,
+        converted=converted,
+        kept=sorted(f"{key}.{name}" for name in kept),
+        unexpected=sorted(f"{key}.{name}" for name in left),
+        not_verified=list(loaded),
+        bytes=total,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _copy_shard(one: DTensor, source: torch.Tensor) -> None:
+    """Copy this rank's part of a whole tensor."""
+    local = one.to_local()
+    if not local.numel():
+        return
+    (chunk,) = one.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+        source = source.narrow(dim, offset, size)
+    local.copy_(source)
+
+
+def _live(module: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """The module's own tensors, by the names without wrappers."""
+    state: Any = AppState({"model": module}, process_group=group).state_dict()["model"]
+    return {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
+
+
+def _add_tied(saved: dict[str, torch.Tensor], live: Mapping[str, Any]) -> None:
+    """Exports leave out names of tensors that have another name, too."""
+    by_place = {
+        (one.data_ptr(), tuple(one.shape)): name
+        for name, one in live.items()
+        if name in saved and not isinstance(one, DTensor) and one.numel()
+    }
+    for name, one in live.items():
+        if name not in saved and not isinstance(one, DTensor):
+            other = by_place.get((one.data_ptr(), tuple(one.shape)))
+            if other is not None:
+                saved[name] = saved[other]
+
+
+def _compare(
+    live: Mapping[str, Any], saved: Mapping[str, tuple[int, ...] | None], options: LoadOptions
+) -> tuple[set[str], set[str]]:
+    """Names that are not there, and those that the module lacks.
+
+    Raises:
+        LoadError: names or shapes do not fit.
+    """
+    absent = {name for name in live if name not in saved}
+    strange = {name for name in saved if name not in live}
+    other = [
+        f"{name} {tuple(live[name].shape)}, saved {saved[name]}"
+        for name in live
+        if name in saved and saved[name] != tuple(live[name].shape)
+    ]
+    problems = []
+    if absent and options.missing == "error":
+        problems.append(f"not there ({len(absent)}): {some(sorted(absent), _KEYS_SHOWN)}")
+    if strange and options.unexpected == "error":
+        problems.append(f"not in the module ({len(strange)}): {some(sorted(strange), _KEYS_SHOWN)}")
+    if other:
+        problems.append(f"of another shape ({len(other)}): {some(other, _KEYS_SHOWN)}")
+    if problems:
+        raise LoadError(
+            "the weights do not fit the module; " + "; ".join(problems),
+            missing=tuple(sorted(absent)),
+            unexpected=tuple(sorted(strange)),
+            mismatched=tuple(one.partition(" ")[0] for one in other),
+        )
+    return absent, strange

@@ -1,0 +1,1 @@
+"""The frameworks' own tests of saving and resuming, run against pyckpt's classes."""

@@ -1,0 +1,177 @@
+"""The weights of a module, from wherever they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from _ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import pyckpt
+from pyckpt import Checkpointer
+from pyckpt.errors import CorruptCheckpoint, LoadError
+
+
+def model_of(seed: int, width: int = 8) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with two steps, whose models have the seeds 1 and 2."""
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        for step in (1, 2):
+            model = model_of(step)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            checkpointer.save(step, {"model": model, "optimizer": optimizer})
+    return tmp_path / "run"
+
+
+def test_the_newest_of_a_run(run: Path) -> None:
+    model = model_of(0)
+    report = pyckpt.load_model(model, run)
+    assert equal(model, model_of(2))
+    assert sorted(report.loaded) == [f"model.{name}" for name in sorted(model.state_dict())]
+    assert not report.not_verified
+    assert not report.unexpected
+
+
+def test_one_checkpoint(run: Path) -> None:
+    model = model_of(0)
+    pyckpt.load_model(model, run / "step-00000001")
+    assert equal(model, model_of(1))
+
+
+def test_a_corrupt_one_is_passed_over_in_a_run_alone(run: Path) -> None:
+    (file,) = (run / "step-00000002").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[data.index(bytes(model_of(2)[0].weight.detach().numpy().tobytes()))] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptCheckpoint):
+        pyckpt.load_model(model_of(0), run / "step-00000002")
+    model = model_of(0)
+    pyckpt.load_model(model, run)
+    assert equal(model, model_of(1))
+
+
+@pytest.mark.parametrize("format", ["safetensors", "torch"])
+@pytest.mark.parametrize("max_shard_size", ["5GB", 200])
+def test_exports(run: Path, format: Any, max_shard_size: Any, tmp_path: Path) -> None:
+    files = pyckpt.export(
+        run / "step-00000002", tmp_path / "hf", format=format, max_shard_size=max_shard_size
+    )
+    for path in (tmp_path / "hf", files[-1]):
+        model = model_of(0)
+        report = pyckpt.load_model(model, path)
+        assert equal(model, model_of(2))
+        assert report.not_verified == report.loaded
+
+
+def test_other_dtypes(run: Path, tmp_path: Path) -> None:
+    pyckpt.export(run / "step-00000002", tmp_path / "hf", dtype=torch.bfloat16)
+    model = model_of(0)
+    report = pyckpt.load_model(model, tmp_path / "hf")
+    assert equal(model, model_of(2).bfloat16().float())
+    assert len(report.converted) == 4
+
+
+def test_weights_without_a_name(tmp_path: Path) -> None:
+    for stock, path in ((True, tmp_path / "a"), (False, tmp_path / "b")):
+        if stock:
+            dcp.save(model_of(1).state_dict(), checkpoint_id=path)
+        else:
+            pyckpt.save(model_of(1).state_dict(), path)
+        model = model_of(0)
+        pyckpt.load_model(model, path)
+        assert equal(model, model_of(1))
+        with pytest.raises(LoadError, match="another shape"):
+            pyckpt.load_model(model_of(0, width=3), path)
+
+
+def test_it_is_strict(run: Path, tmp_path: Path) -> None:
+    pyckpt.export(run / "step-00000002", tmp_path / "hf")
+    for path in (run, run / "step-00000002", tmp_path / "hf"):
+        larger = nn.Sequential(*model_of(0), nn.Linear(4, 1))
+        with pytest.raises(LoadError, match=r"2\.bias"):
+            pyckpt.load_model(larger, path)
+        before = larger[2].weight.detach().clone()
+        report = pyckpt.load_model(larger, path, missing="keep")
+        assert [name for name in report.kept if "2.weight" in name]
+        assert torch.equal(larger[2].weight, before)
+        assert torch.equal(larger[0].weight, model_of(2)[0].weight)
+        smaller = nn.Sequential(model_of(0)[0])
+        with pytest.raises(LoadError, match=r"1\.bias"):
+            pyckpt.load_model(smaller, path)
+        report = pyckpt.load_model(smaller, path, unexpected="ignore")
+        assert len(report.unexpected) == 2
+        other = model_of(0, width=3)
+        with pytest.raises(LoadError):
+            pyckpt.load_model(other, path)
+        assert equal(other, model_of(0, width=3))
+
+
+def test_names(run: Path, tmp_path: Path) -> None:
+    pyckpt.export(run / "step-00000002", tmp_path / "hf")
+    wrapped = nn.ModuleDict({"body": model_of(0)})
+    pyckpt.load_model(wrapped, tmp_path / "hf", rename=lambda name: f"body.{name}")
+    assert equal(wrapped["body"], model_of(2))
+    with pytest.raises(LoadError, match="net"):
+        pyckpt.load_model(model_of(0), run, key="net")
+
+
+def test_tied_weights(tmp_path: Path) -> None:
+    def tied() -> nn.Module:
+        model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
+        model["b"].weight = model["a"].weight
+        return model
+
+    one, other = tied(), tied()
+    pyckpt.save({"model": one.state_dict()}, tmp_path / "c")
+    pyckpt.export(tmp_path / "c", tmp_path / "hf", tied={"b.weight": "a.weight"})
+    pyckpt.load_model(other, tmp_path / "hf")
+    assert equal(one, other)
+
+
+def test_nothing_to_load(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        pyckpt.load_model(model_of(0), tmp_path / "absent")
+    torch.save({"model": model_of(1).state_dict(), "step": 3}, tmp_path / "old.pt")
+    with pytest.raises(LoadError, match="pyckpt import"):
+        pyckpt.load_model(model_of(0), tmp_path / "old.pt")
+    with pytest.raises(FileNotFoundError, match="no checkpoint to restore"):
+        pyckpt.load_model(model_of(0), tmp_path)
+
+
+def _sharded(run: Path, export: Path) -> list[bool]:
+    found = []
+    for path in (run, run / "step-00000001", export):
+        model = model_of(0)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        pyckpt.load_model(model, path)
+        whole = model_of(1 if path.name == "step-00000001" else 2).state_dict()
+        found += [
+            torch.equal(one.full_tensor(), whole[name]) for name, one in model.state_dict().items()
+        ]
+    return found
+
+
+@pytest.mark.slow
+def test_sharded_modules(run: Path, tmp_path: Path) -> None:
+    pyckpt.export(run / "step-00000002", tmp_path / "hf")
+    for found in run_ranks(2, _sharded, run, tmp_path / "hf"):
+        assert all(found)
+        assert len(found) == 12
