@@ -57,11 +57,11 @@ MAY_USE = {
     | {"dcp", "engine", "format", "optim", "statistics", "train"}
     | {"train.arguments", "train.state", "train.store", "train.sync"},
     "profiling": {"locks"},
-    "tools": FLOOR | {"", "engine", "statistics"},
+    "tools": FLOOR | {"", "dcp", "engine", "format", "statistics", "train.store"},
     "__main__": {"cli"},
     "cli": FLOOR
-    | {"", "convert", "dcp", "engine", "format", "optim", "profiling", "statistics", "tools"}
-    | {"train"}
+    | {"", "convert", "dcp", "engine", "format", "optim", "profiling", "statistics"}
+    | {"tools", "train"}
     | {"train.state", "train.store"},
     # What a program could import; nothing else imports an integration.
     "integrations": FLOOR

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from pyckpt.printable import printable
 
@@ -18,8 +31,15 @@ __all__ = [
     "AsJson",
     "complain",
     "console",
+    "counted",
+    "finite",
     "format_bytes",
+    "format_seconds",
+    "log_to_stderr",
     "print_json",
+    "print_table",
+    "progress_bar",
+    "say",
 ]
 
 GOOD = 0
@@ -32,23 +52,104 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for other prog
 """The type of each command's option ``--json``."""
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would end the process as if the answer were bad
+
+
 def console(*, stderr: bool = False) -> Console:
     """A console for standard output, or for standard error. What goes to a pipe is not cut."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else 200
-    return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+    return _Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+
+
+def say(text: str = "") -> None:
+    """Prints a line to standard output, in which nothing from a checkpoint moves the cursor."""
+    sys.stdout.write(printable(text) + "\n")
+
+
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: str = "") -> None:
+    """Prints a table to standard output, also one of a hundred thousand rows. Cells may be text
+    from a checkpoint.
+
+    Args:
+        right: a character for each column: ">" where it is flush right, anything else where not.
+    """
+    cells = [[printable(cell) for cell in row] for row in rows]
+    table = [list(headings), *cells] if any(headings) else cells
+    widths = [max(map(_width, column)) for column in zip(*table, strict=True)]
+    flush = [right[i : i + 1] == ">" for i in range(len(widths))]
+    head = len(table) - len(cells)
+    bold = sys.stdout.isatty()
+    for number, row in enumerate(table):
+        parts = []
+        for cell, width, is_right in zip(row, widths, flush, strict=True):
+            space = " " * (width - _width(cell))
+            parts.append(space + cell if is_right else cell + space)
+        line = "  ".join(parts).rstrip()
+        sys.stdout.write(f"\x1b[1m{line}\x1b[0m\n" if bold and number < head else line + "\n")
+
+
+def _width(text: str) -> int:
+    return len(text) if text.isascii() else cell_len(text)
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows how far a command is, in bytes, where standard error is a terminal.
+
+    Yields a function that takes the bytes done and the bytes in all. Any thread may call it.
+    """
+    terminal = console(stderr=True)
+    if not terminal.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=terminal, transient=True) as progress:
+        task = progress.add_task(printable(what), total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+class _Complaints(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        complain(record.getMessage())
+
+
+def log_to_stderr() -> None:
+    """Have warnings of the package printed as `complain` prints them."""
+    logger = logging.getLogger("pyckpt")
+    logger.addHandler(_Complaints(logging.WARNING))
+    logger.propagate = False
 
 
 def print_json(value: Any) -> None:
-    """Prints ``value`` as JSON, one document to standard output."""
+    """Prints ``value`` as JSON, one document to standard output. It has no infinities and NaNs:
+    say None for them."""
     json.dump(value, sys.stdout, indent=1, allow_nan=False)
     sys.stdout.write("\n")
+
+
+def finite(number: float | None) -> float | None:
+    """A number as JSON can have it: None for infinities and NaN."""
+    return number if number is not None and math.isfinite(number) else None
 
 
 def complain(error: BaseException | str) -> None:
     """Prints one line to standard error, in which nothing from a checkpoint moves the cursor."""
     text = str(error) or type(error).__name__ if isinstance(error, BaseException) else error
     print(f"pyckpt: {printable(text)}", file=sys.stderr)
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things: ``1 value``, ``2 values``."""
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def format_bytes(count: float) -> str:
@@ -58,3 +159,11 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} PB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A time for people, of one unit: ``3 h``. Never negative: clocks of machines differ."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

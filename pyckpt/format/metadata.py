@@ -67,6 +67,7 @@ __all__ = [
     "dumps",
     "encode",
     "encode_to",
+    "is_sealed",
     "read",
     "seal",
     "storage_info",
@@ -420,6 +421,17 @@ def read(path: str | os.PathLike[str]) -> Metadata:
     """
     with open_regular(path) as file:
         return decode(read_regular(file, path, most=SIZE_MAX), path=path)
+
+
+def is_sealed(path: str | os.PathLike[str]) -> bool:
+    """Whether a ``.metadata`` file has a trailer, with which `read` has compared it.
+
+    Raises:
+        OSError, CorruptCheckpoint: as `read`.
+    """
+    with open_regular(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TRAILER.size))
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def decode(data: bytes, *, path: str | os.PathLike[str]) -> Metadata:

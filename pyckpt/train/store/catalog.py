@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -41,8 +41,10 @@ __all__ = [
     "Catalog",
     "CheckpointInfo",
     "DirectoryEntry",
+    "Note",
     "directory_name",
     "note",
+    "note_of",
     "read_note",
     "reading",
     "step_of",
@@ -67,6 +69,15 @@ def note(step: int, *, final: bool, metrics: Mapping[str, float]) -> str:
     return json.dumps({"step": step, "final": final, "metrics": dict(metrics)})
 
 
+class Note(NamedTuple):
+    """What a checkpoint says of itself under ``NOTE_KEY``."""
+
+    step: int | None
+    """None if the note does not say."""
+    final: bool
+    metrics: Mapping[str, float]
+
+
 @dataclass(frozen=True)
 class CheckpointInfo:
     """A valid checkpoint."""
@@ -80,6 +91,11 @@ class CheckpointInfo:
     """The numbers that were passed when it was saved."""
     bytes: int = 0
     """Bytes of its data files."""
+    saved_at: float = 0.0
+    """When it was committed, in seconds since 1970, by the file system's clock; 0 if that is not
+    known."""
+    files: tuple[str, ...] = ()
+    """The names of its data files, one for each rank that wrote one, if they are known."""
     mirror: str | None = None
     """Its directory or URL in the mirror, if it is there."""
     is_local: bool = True
@@ -266,14 +282,6 @@ class Catalog:
     def _examine(self, step: int, path: Path, verify: bool) -> DirectoryEntry:
         try:
             known = self._read(step, path)
-            for name, expected in known.files.items():
-                status = (path / name).stat()
-                check_regular(status, path / name)
-                found = status.st_size
-                if found != expected:
-                    raise CorruptCheckpoint(
-                        f"{name} has {found} bytes, and {expected} were saved", path=str(path)
-                    )
             if verify and self._verify is not None:
                 self._verify(path, metadata_format.read(path / commit.metadata_name()))
         except FileNotFoundError as error:
@@ -287,13 +295,21 @@ class Catalog:
             signature = (status.st_ino, status.st_size, status.st_mtime_ns)
             known = self._known.get(step)
             if known is not None and known.signature == signature:
+                _check_files(path, known.files)
                 return known
             data = read_regular(file, name, most=metadata_format.SIZE_MAX)
         metadata = metadata_format.decode(data, path=name)
         files = metadata_format.data_files(metadata)
+        _check_files(path, files)  # says more than that a note in them cannot be read
         final, metrics = read_note(path, metadata, step, partial(_range_of, path))
         checkpoint = CheckpointInfo(
-            step=step, path=path, final=final, metrics=metrics, bytes=sum(files.values())
+            step=step,
+            path=path,
+            final=final,
+            metrics=metrics,
+            bytes=sum(files.values()),
+            saved_at=status.st_mtime,
+            files=tuple(files),
         )
         known = self._known[step] = _Known(signature, files, checkpoint)
         return known
@@ -315,6 +331,18 @@ class Catalog:
             return DirectoryEntry(path, step, "unfinished", "its save did not get to the commit")
         reason = f"it has no metadata, and holds {_few(others)}"
         return DirectoryEntry(path, step, "foreign", reason)
+
+
+def _check_files(path: Path, files: Mapping[str, int]) -> None:
+    """Raise unless the data files are there, with the bytes that were saved."""
+    for name, expected in files.items():
+        status = (path / name).stat()
+        check_regular(status, path / name)
+        found = status.st_size
+        if found != expected:
+            raise CorruptCheckpoint(
+                f"{name} has {found} bytes, and {expected} were saved", path=str(path)
+            )
 
 
 def _few(names: Sequence[str]) -> str:
@@ -341,9 +369,20 @@ def read_note(
     Raises:
         CorruptCheckpoint: its note is damaged.
     """
+    noted = note_of(place, metadata, read)
+    return (False, {}) if noted is None else (noted.final, dict(noted.metrics))
+
+
+def note_of(
+    place: Path | str, metadata: Metadata, read: Callable[[str, int, int], bytes] | None = None
+) -> Note | None:
+    """What a checkpoint says of itself; None if it says nothing. Arguments and errors as
+    `read_note`; a checkpoint at a ``Path`` is read without ``read``."""
     info = (metadata.storage_data or {}).get(MetadataIndex(NOTE_KEY))
     if info is None:
-        return False, {}
+        return None
+    if read is None:
+        read = partial(_range_of, Path(place))
     try:
         if info.length > _NOTE_MAX:
             raise ValueError(f"it has {info.length} bytes")
@@ -352,7 +391,9 @@ def read_note(
         final, metrics = content["final"], content["metrics"]
         if type(final) is not bool or not isinstance(metrics, dict):
             raise TypeError("not a note of pyckpt")
-        return final, {str(name): float(value) for name, value in metrics.items()}
+        step = content.get("step")
+        numbers = {str(name): float(value) for name, value in metrics.items()}
+        return Note(step if type(step) is int else None, final, numbers)
     # JSON may be nested too deep, and a number too large for a float.
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         raise CorruptCheckpoint(

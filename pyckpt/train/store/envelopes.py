@@ -19,10 +19,12 @@ from pyckpt.format.item import HEAD_BYTES, TAIL_BYTES, Locator
 from pyckpt.format.metadata import StorageInfo
 from pyckpt.train.store.pieces import Window
 
-__all__ = ["verify_envelopes"]
+__all__ = ["EnvelopeItem", "holds_the_tensor", "verify_envelopes"]
 
 
-class _Item(NamedTuple):
+class EnvelopeItem(NamedTuple):
+    """A tensor that pyckpt wrote."""
+
     key: str
     info: StorageInfo
     dtype: torch.dtype
@@ -40,7 +42,7 @@ def verify_envelopes(directory: Path, metadata: Metadata) -> None:
         CorruptCheckpoint: the bytes around a tensor are wrong; names the first.
         OSError: a file cannot be read.
     """
-    different: list[_Item] = []
+    different: list[EnvelopeItem] = []
     same = 0
     with ExitStack() as stack:
         files: dict[str, Any] = {}
@@ -54,7 +56,7 @@ def verify_envelopes(directory: Path, metadata: Metadata) -> None:
                 different.append(item)
         for item in different:
             path = directory / item.info.relative_path
-            if same or not _holds_the_tensor(item, files[item.info.relative_path]):
+            if same or not holds_the_tensor(item, files[item.info.relative_path]):
                 raise CorruptCheckpoint(
                     f"{item.key} in {path} at {item.info.offset}: the bytes around the tensor are "
                     "not those that were written; pyckpt reads it, and other programs may not",
@@ -64,7 +66,7 @@ def verify_envelopes(directory: Path, metadata: Metadata) -> None:
                 )
 
 
-def _items(metadata: Metadata) -> Iterator[_Item]:
+def _items(metadata: Metadata) -> Iterator[EnvelopeItem]:
     storage = metadata.storage_data or {}
     for key, tensor in metadata.state_dict_metadata.items():
         if not isinstance(tensor, TensorStorageMetadata):
@@ -72,10 +74,10 @@ def _items(metadata: Metadata) -> Iterator[_Item]:
         for chunk in tensor.chunks:
             info = storage.get(MetadataIndex(key, chunk.offsets))
             if info is not None and vars(info).get("payload_offset"):
-                yield _Item(key, info, tensor.properties.dtype, tuple(chunk.sizes))
+                yield EnvelopeItem(key, info, tensor.properties.dtype, tuple(chunk.sizes))
 
 
-def _is_as_written_here(item: _Item, descriptor: int) -> bool:
+def _is_as_written_here(item: EnvelopeItem, descriptor: int) -> bool:
     extra = vars(item.info)
     stride = extra.get("payload_stride") or torch.empty(item.shape, device="meta").stride()
     layout = envelope_of(item.dtype, item.shape, tuple(stride))
@@ -93,7 +95,15 @@ def _is_as_written_here(item: _Item, descriptor: int) -> bool:
     )
 
 
-def _holds_the_tensor(item: _Item, file: Any) -> bool:
+def holds_the_tensor(item: EnvelopeItem, file: Any) -> bool:
+    """Whether an item is an archive that holds its tensor, whichever torch wrote it.
+
+    Args:
+        file: the data file, open to read.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     extra = vars(item.info)
     begin, length = item.info.offset, item.info.length
     head = os.pread(file.fileno(), min(HEAD_BYTES, length), begin)

@@ -23,13 +23,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from pyckpt.errors import Superseded
 from pyckpt.format import commit
 from pyckpt.format.flock import trying
 from pyckpt.locks import fork_safe_lock
 
-__all__ = ["FOLDER", "Fence"]
+__all__ = ["FOLDER", "Fence", "Job"]
 
 FOLDER = ".pyckpt"
 """The directory of the generations, below that of the checkpoints."""
@@ -37,6 +38,25 @@ FOLDER = ".pyckpt"
 _GENERATION = re.compile(r"generation-(\d{8,})")
 _POLL_SECONDS = 0.01
 _PATIENCE_SECONDS = 60.0
+
+
+class Job(NamedTuple):
+    """A job that has saved."""
+
+    host: str
+    pid: int
+
+    def is_running(self) -> bool | None:
+        """Whether its process is there; None if it is of another host, which cannot be seen."""
+        if self.host != socket.gethostname():
+            return None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return True
 
 
 class Fence:
@@ -79,6 +99,22 @@ class Fence:
             else:
                 self._check()
             yield
+
+    @contextmanager
+    def visited(self) -> Iterator[None]:
+        """Have no job commit, prune or begin while the block runs, without being a job that saves
+        here. Raises as `held`, but never `Superseded`."""
+        with self._turn, self._locked():
+            yield
+
+    def last_job(self) -> Job | None:
+        """The job that was the last to begin to save here; None if it is not known."""
+        try:
+            who = self._who(max(self._generations()))
+            pid = int(who["pid"])
+        except (OSError, ValueError):
+            return None
+        return Job(who["host"], pid) if who["token"] and 0 < pid < 1 << 31 else None
 
     @contextmanager
     def _locked(self) -> Iterator[bool]:

@@ -19,7 +19,16 @@ from pyckpt.format.files import check_regular, open_regular
 from pyckpt.format.metadata import StorageInfo
 from pyckpt.remote.folder import RemoteFolder
 
-__all__ = ["PIECE_BYTES", "Direct", "Stored", "Window", "read_pieces", "stored", "verify"]
+__all__ = [
+    "PIECE_BYTES",
+    "Direct",
+    "Stored",
+    "Window",
+    "read_pieces",
+    "stored",
+    "verify",
+    "verify_archive",
+]
 
 PIECE_BYTES = 16 << 20
 Direct: TypeAlias = Literal["auto", "require", "off"]
@@ -201,7 +210,7 @@ def verify(
             ours.append(payload)
     for _ in read_pieces(ours, direct=direct, engine=engine):
         pass
-    return {key for key, info in others if not _verify_archive(key, directory, info)}
+    return {key for key, info in others if not verify_archive(key, directory, info)}
 
 
 def _share(
@@ -217,8 +226,13 @@ def _share(
         at += info.length
 
 
-def _verify_archive(key: str, directory: Path | str, info: StorageInfo) -> bool:
-    """Whether there were checksums to compare."""
+def verify_archive(key: str, directory: Path | str, info: StorageInfo) -> bool:
+    """Compare the checksums in an item that stock wrote. Returns whether it has some.
+
+    Raises:
+        CorruptCheckpoint: one does not match.
+        OSError: the file cannot be read.
+    """
     path = _joined(directory, info.relative_path)
     with _opened(path) as file:
         window = Window(file, info.offset, info.length)

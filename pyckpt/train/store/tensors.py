@@ -59,11 +59,19 @@ class ModelTensor:
 class TensorSource:
     """The tensors of a checkpoint, each read as a stream of its elements in row-major order."""
 
-    def __init__(self, checkpoint: Path, direct: Direct, engine: Engine | None) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        direct: Direct,
+        engine: Engine | None,
+        metadata: Metadata | None = None,
+    ) -> None:
         self.checkpoint = checkpoint
         self.direct: Direct = direct
         self.engine = engine
-        self.metadata: Metadata = metadata_format.read(checkpoint / commit.metadata_name())
+        if metadata is None:
+            metadata = metadata_format.read(checkpoint / commit.metadata_name())
+        self.metadata = metadata
 
     def tensors(
         self, key: str | None, dtype: torch.dtype | None, rename: RenameTensors | None = None
