@@ -24,7 +24,7 @@ ROOT = Path(pyckpt.__file__).parent
 
 
 PUBLIC = ("pyckpt", "pyckpt.errors", "pyckpt.layouts", "pyckpt.merges", "pyckpt.optim")
-PUBLIC += ("pyckpt.events", "pyckpt.exporters", "pyckpt.profiling")
+PUBLIC += ("pyckpt.convert", "pyckpt.events", "pyckpt.exporters", "pyckpt.profiling")
 _ELSEWHERE = ("pyckpt.events", "pyckpt.merges")
 
 

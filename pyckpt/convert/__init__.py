@@ -2,7 +2,6 @@
 
 from pyckpt.convert.copying import copy_checkpoint
 from pyckpt.convert.importing import Imported, import_checkpoint
-from pyckpt.convert.load_model import load_model
 from pyckpt.convert.repair import Repair, repair_optimizer
 
 __all__ = [
@@ -10,6 +9,5 @@ __all__ = [
     "Repair",
     "copy_checkpoint",
     "import_checkpoint",
-    "load_model",
     "repair_optimizer",
 ]
