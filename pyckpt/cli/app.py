@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from pyckpt.cli import bench, diff, doctor, inspect, ls, prune, syncs, timeline, transfer, verify
-from pyckpt.cli.output import FAILED, complain, log_to_stderr
+from pyckpt.cli.output import FAILED, complain, logging_to_stderr
 from pyckpt.errors import PyckptError
 
 __all__ = ["app", "run"]
@@ -96,5 +96,5 @@ app.command("syncs")(syncs.syncs)
 
 def run() -> None:
     """Runs the command that ``sys.argv`` names, and ends the process with its exit status."""
-    log_to_stderr()
-    app()
+    with logging_to_stderr():
+        app()

@@ -35,7 +35,7 @@ __all__ = [
     "finite",
     "format_bytes",
     "format_seconds",
-    "log_to_stderr",
+    "logging_to_stderr",
     "print_json",
     "print_table",
     "progress_bar",
@@ -122,11 +122,19 @@ class _Complaints(logging.Handler):
         complain(record.getMessage())
 
 
-def log_to_stderr() -> None:
-    """Have warnings of the package printed as `complain` prints them."""
+@contextmanager
+def logging_to_stderr() -> Iterator[None]:
+    """Meanwhile, warnings of the package are printed as `complain` prints them, not logged."""
     logger = logging.getLogger("pyckpt")
-    logger.addHandler(_Complaints(logging.WARNING))
+    handler = _Complaints(logging.WARNING)
+    propagated = logger.propagate
+    logger.addHandler(handler)
     logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagated
 
 
 def print_json(value: Any) -> None:

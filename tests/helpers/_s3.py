@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,6 +41,9 @@ def bucket(name: str = "runs") -> Iterator[Any]:
     with mock.patch.dict(os.environ, found):
         address.open_store.cache_clear()
         try:
+            # What earlier servers of this process have held is there still.
+            reset = urllib.request.Request(f"http://{host}:{port}/moto-api/reset", method="POST")
+            urllib.request.urlopen(reset).close()
             store = boto3.resource("s3", endpoint_url=found["AWS_ENDPOINT_URL"])
             yield store.create_bucket(Bucket=name)
         finally:

@@ -250,6 +250,15 @@ def test_after_going_back_what_is_saved_is_not_taken_for_old(tmp_path, mirror):
     assert there(tmp_path) == ["step-00000003", "step-00000008", "step-00000009"]
 
 
+def test_a_new_run_is_not_taken_for_old_beside_that_of_an_earlier_one(tmp_path, mirror):
+    with pyckpt.Checkpointer(tmp_path / "earlier", mirror=mirror) as checkpointer:
+        checkpointer.save(1000, state_of(1000))
+    with pyckpt.Checkpointer(tmp_path / "run", mirror=mirror, mirror_keep_last=1) as checkpointer:
+        checkpointer.save(1, state_of(1)).wait()
+        assert checkpointer.wait_mirrored(60)
+    assert there(tmp_path) == ["step-00000001", "step-00001000"]
+
+
 def test_names_are_the_same_in_the_mirror(tmp_path, mirror):
     with pyckpt.Checkpointer(tmp_path / "run", mirror=mirror, naming="checkpoint-{}") as saver:
         saver.save(4, state_of(4))

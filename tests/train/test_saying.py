@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _heard import Gate, Heard, beat_at_once
-from _ranks import run_ranks
+from _ranks import Pipe, run_child, run_ranks
 from _training import Run, damage
 
 import pyckpt
@@ -79,12 +79,14 @@ def test_saves_and_loads_at_a_path_are_logged(tmp_path: Path, heard: Heard) -> N
     assert loaded.startswith(f"{path}: loaded 1 key, 4.")
 
 
+def _logger_of_a_program(_pipe: Pipe) -> tuple[list[str], int, bool]:
+    logger = logging.getLogger("pyckpt")
+    return list(map(repr, logger.handlers)), logger.level, logger.propagate
+
+
 def test_the_library_configures_no_logging() -> None:
     """Without a handler Python shows warnings, and a program decides about all else."""
-    logger = logging.getLogger("pyckpt")
-    assert logger.handlers == []
-    assert logger.level == logging.NOTSET
-    assert logger.propagate
+    assert run_child(_logger_of_a_program) == ([], logging.NOTSET, True)
 
 
 def test_what_takes_long_says_how_far_it_is(

@@ -143,7 +143,12 @@ class BucketTier:
         return [one for one in found if one is not None]
 
     def prune(
-        self, retention: Retention, *, coming: Collection[int], passed: Callable[[int], bool]
+        self,
+        retention: Retention,
+        *,
+        committed: int,
+        coming: Collection[int],
+        passed: Callable[[int], bool],
     ) -> list[int]:
         if retention.keep_last is None:
             return []
@@ -152,7 +157,7 @@ class BucketTier:
         examined = {step: self._examine(step) for step in steps}
         valid = [one for one in examined.values() if one is not None]
         newest = max((one.step for one in valid), default=-1)
-        going = surplus(valid, retention)
+        going = surplus(valid, retention, protected=(committed,))
         leftover = [
             step
             for step, one in examined.items()

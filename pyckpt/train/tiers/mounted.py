@@ -89,11 +89,17 @@ class MountedTier:
         return replace(found, path=path, mirror=str(found.path), is_local=False)
 
     def prune(
-        self, retention: Retention, *, coming: Collection[int], passed: Callable[[int], bool]
+        self,
+        retention: Retention,
+        *,
+        committed: int,
+        coming: Collection[int],
+        passed: Callable[[int], bool],
     ) -> list[int]:
         return prune(
             self._catalog,
             retention,
+            committed=(committed,),
             distrusted=[step for step in self._catalog.steps() if passed(step)],
             busy=coming,
             allowed=self._fence.held,

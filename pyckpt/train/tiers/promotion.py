@@ -312,7 +312,9 @@ class Promotion:
             self._promoted_steps.add(job.step)
             coming = {one.step for one in self._waiting()}
         try:
-            self.tier.prune(self._retention, coming=coming, passed=self._is_passed)
+            self.tier.prune(
+                self._retention, committed=job.step, coming=coming, passed=self._is_passed
+            )
         except (OSError, PyckptError) as error:
             _logger.warning("%s was not pruned: %s", self.tier, error)
 

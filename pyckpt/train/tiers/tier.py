@@ -99,11 +99,18 @@ class Tier(Protocol):
         """The valid checkpoints there, oldest first."""
 
     def prune(
-        self, retention: Retention, *, coming: Collection[int], passed: Callable[[int], bool]
+        self,
+        retention: Retention,
+        *,
+        committed: int,
+        coming: Collection[int],
+        passed: Callable[[int], bool],
     ) -> list[int]:
         """Remove the checkpoints that need not be kept, and what interrupted uploads left.
 
         Args:
+            committed: the step that was just committed. It stays, even if there are newer ones, of
+                an earlier run, say.
             coming: steps that are not there yet, or not all of them. They stay.
             passed: whether the checkpoint of a step is not counted, and stays.
 
