@@ -61,7 +61,10 @@ def _lightning(job: Job, *, sharded: bool) -> Clock:
     clock = Clock(module.inner)
     ckpt_path = None
     if job.way == OURS:
-        saving: Any = Checkpoints(job.directory, every_steps=PERIOD, keep_last=KEPT)
+        # The framework's own saves are never left out, so ours must not be either.
+        saving: Any = Checkpoints(
+            job.directory, every_steps=PERIOD, keep_last=KEPT, when_busy="wait"
+        )
         clock.idle = lambda: not saving._checkpointer._saver.busy
     else:
         saving = ModelCheckpoint(
