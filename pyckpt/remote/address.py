@@ -25,7 +25,12 @@ def local_path(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """The path in a ``file://`` URL, which names a file system like any other path; all else as it
     is."""
     given = os.fspath(path)
-    return unquote(urlsplit(given).path) if given.startswith("file://") else path
+    if not given.startswith("file://"):
+        return path
+    host, _, rest = given.removeprefix("file://").partition("/")
+    if host not in ("", "localhost"):
+        raise ValueError(f"{given!r} names a host, {host!r}; a path in a URL begins file:///")
+    return "/" + unquote(rest)
 
 
 @lru_cache(maxsize=64)
@@ -39,6 +44,11 @@ def open_store(url: str) -> ObjectStore:
         ImportError: obstore is not installed.
         ValueError: the URL is of no kind that obstore knows.
     """
+    parts = urlsplit(url)
+    if parts.query or parts.fragment or url.endswith(("?", "#")):
+        raise ValueError(
+            f"{url!r} has a '?' or '#', which no name in an object store can have here"
+        )
     try:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
@@ -70,7 +80,8 @@ def telling(what: str) -> Iterator[None]:
     except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
         raise FileExistsError(errno.EEXIST, "another program wrote it", what) from error
     except exceptions.BaseError as error:
-        raise OSError(errno.EIO, f"the store failed: {_first_line(error)}", what) from error
+        # Not EIO, which a disk says of damage: a store that fails says nothing of what it has.
+        raise OSError(errno.ETIMEDOUT, f"the store failed: {_first_line(error)}", what) from error
 
 
 def _first_line(error: Any) -> str:

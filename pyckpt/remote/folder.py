@@ -17,6 +17,22 @@ if TYPE_CHECKING:
 __all__ = ["RemoteFolder"]
 
 
+class RemoteFile:
+    """An object as a file, whose errors are ``OSError``."""
+
+    def __init__(self, file: ReadableFile, path: str) -> None:
+        self._file = file
+        self._path = path
+
+    def seek(self, offset: int) -> int:
+        with telling(self._path):
+            return self._file.seek(offset)
+
+    def read(self, size: int) -> bytes:
+        with telling(self._path):
+            return bytes(self._file.read(size))
+
+
 class RemoteFolder:
     """The objects below one URL.
 
@@ -70,7 +86,7 @@ class RemoteFolder:
         )
 
     @contextmanager
-    def open(self, name: str) -> Iterator[ReadableFile]:
+    def open(self, name: str) -> Iterator[RemoteFile]:
         """An object as a file that can be read and sought in.
 
         Raises:
@@ -79,7 +95,8 @@ class RemoteFolder:
         import obstore
 
         with telling(self.path(name)):
-            yield obstore.open_reader(self.store, name)
+            found = obstore.open_reader(self.store, name)
+        yield RemoteFile(found, self.path(name))
 
     def size(self, name: str) -> int:
         """Bytes of an object. All are asked for at once, at the first call.

@@ -102,8 +102,8 @@ def directory_of(path: str | os.PathLike[str]) -> Path:
         raise ValueError("directory is empty.")
     if _URL.match(name):
         raise ValueError(
-            f"{name!r} is a URL, and a Checkpointer saves to file systems; mount the storage, or "
-            "save to a local directory and copy what is committed"
+            f"{name!r} is a URL, and a Checkpointer saves to file systems; save to a local "
+            "directory, and pass the URL as mirror=, a string"
         )
     expanded = os.path.expanduser(name)
     if expanded.startswith("~"):

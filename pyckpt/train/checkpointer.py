@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import time
@@ -109,7 +110,7 @@ class Checkpointer(Finder):
         naming: the names of the checkpoints' directories, with ``{}`` in the place of the step:
             ``"checkpoint-{}"`` finds, restores and saves what other programs call so. ``{:08d}``
             fills the number up with zeros. The default is ``"step-{:08d}"``. Directories with
-            other names are left alone. A mirror keeps the default names.
+            other names are left alone. A mirror has the same names.
         direct: whether saving, restoring, verifying and exporting bypass the page cache, as for
             `DirectWriter`.
         engine: the memory and threads to use; by default those that everyone shares.
@@ -155,7 +156,11 @@ class Checkpointer(Finder):
         super().__init__(directory, direct, engine, mirror, naming)
         whole("mirror_every", mirror_every, least=1)
         mirror_retention = Retention(mirror_keep_last)
-        self._mirror_wait = mirror_wait
+        if not mirror_wait >= 0:
+            raise ValueError(f"{mirror_wait = } must be a number of seconds, 0 or more.")
+        if mirror_max_mbps is not None and not 0 < mirror_max_mbps < math.inf:
+            raise ValueError(f"{mirror_max_mbps = } must be positive.")
+        self._mirror_wait = None if mirror_wait == math.inf else mirror_wait
         wait_at_most = timeout_of(timeout)
         retention = Retention(keep_last, keep_every, keep_best)
         policy = Policy(every_steps, every_minutes, save_when)
@@ -206,6 +211,7 @@ class Checkpointer(Finder):
                     self._mirror,
                     is_first=is_first,
                     retention=mirror_retention,
+                    overwrite=overwrite,
                     every=mirror_every,
                     bytes_per_second=None if mirror_max_mbps is None else 1e6 * mirror_max_mbps,
                     protected=self._pruner.protected,
@@ -338,7 +344,8 @@ class Checkpointer(Finder):
             timeout: seconds at most; None without end.
 
         Returns:
-            Whether they are there; True without a mirror. On rank 0 they are committed there.
+            Whether they are there; True without a mirror. False also if one was given up since the
+            last call. On rank 0 they are committed there.
         """
         return self._promotion is None or self._promotion.wait(timeout)
 
@@ -374,7 +381,7 @@ class Checkpointer(Finder):
 
     def _commit(self, handle: SaveHandle) -> None:
         """Called by the thread that committed a save."""
-        self._restorer.distrusted.discard(handle.step)
+        self._restorer.trust(handle.step)
         self._stopwatch.committed(handle.seconds)
         if self._promotion is not None:
             # Before the pruner, which would not know that the checkpoint is still needed.

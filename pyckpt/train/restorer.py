@@ -177,6 +177,11 @@ class Restorer:
     def _activity(self, name: str) -> AbstractContextManager[Activity]:
         return activity(name, speaks=self._ranks.rank == 0, late=self._announcer.late)
 
+    def trust(self, step: int) -> None:
+        """A step was saved again. Called on all ranks."""
+        for distrusted in (self.distrusted, self._distrusted_there, self._not_here):
+            distrusted.discard(step)
+
     def _refuse_unusable(self, state: Mapping[str, Any], options: LoadOptions) -> None:
         """Raise for objects that could not be saved, and for wrong options, even if there is
         nothing to restore."""
@@ -340,9 +345,13 @@ class Restorer:
     def _raise_if_damaged(self) -> None:
         """Raise if all checkpoints are damaged: pyckpt must not decide to start from nothing."""
         entries = self._together(self._catalog.entries, "looking for checkpoints")
-        damaged = [entry for entry in entries if entry.state == "damaged"]
+        damaged = [str(entry) for entry in entries if entry.state == "damaged"]
+        if self._mirror is not None:
+            mirror = self._mirror
+            there = self._together(mirror.damaged, "looking at the mirror")
+            damaged += [f"step {step} in the mirror, {mirror}" for step in there]
         if self._ranks.largest(len(damaged)):
-            what = "; ".join(map(str, damaged)) or "as other ranks see it"
+            what = "; ".join(damaged) or "as other ranks see it"
             raise CorruptCheckpoint(
                 f"{self._catalog.directory} holds damaged checkpoints only ({what}); move them "
                 "away to start from the beginning",

@@ -15,6 +15,7 @@ from pyckpt.errors import CorruptCheckpoint
 from pyckpt.remote import job as job_module
 from pyckpt.remote.address import open_store
 from pyckpt.remote.job import RemoteJob
+from pyckpt.train.store.transient import Failure, failure_of
 
 SIZE = 300_007
 
@@ -206,6 +207,8 @@ def test_a_store_that_keeps_failing_is_an_error_with_the_address(folder, failing
     with pytest.raises(OSError, match="connection reset") as raised:
         job.run()
     assert raised.value.filename == f"file://{folder}/data"
+    # It says nothing of the checkpoint: no older one may be restored in its place.
+    assert failure_of(raised.value, last=True) is Failure.OTHER
 
 
 def test_an_object_that_is_too_short_is_damage(folder):

@@ -184,6 +184,7 @@ def test_a_store_that_is_down_delays_nothing(tmp_path, mirror, monkeypatch, capl
         assert "the store is down" in statistics.last_error or statistics.dropped
         assert len(statistics.queued) <= 3
         gate.opened.set()
+        assert not checkpointer.wait_mirrored(60), "some were given up"
         assert checkpointer.wait_mirrored(60)
     assert there(tmp_path)[-1] == "step-00000006"
     errors = [one for one in caplog.records if one.levelno == logging.ERROR]
@@ -206,7 +207,7 @@ def test_a_job_that_was_replaced_leaves_the_mirror_alone(tmp_path, mirror, caplo
             new.save(2, state_of(2)).wait()
             assert new.wait_mirrored(60)
         old.save(3, state_of(3)).wait()
-        assert old.wait_mirrored(60)
+        assert not old.wait_mirrored(60)
         assert old.statistics.mirror.dropped == 1
     assert there(tmp_path) == ["step-00000001", "step-00000002"]
     assert "another job" in caplog.text or "has begun to save here" in caplog.text
@@ -228,8 +229,7 @@ def test_remains_of_an_upload_are_removed_by_the_next_run(tmp_path, mirror):
     remains = tmp_path / "mirror" / "step-00000000"
     remains.mkdir()
     (remains / "__0_abc.distcp").write_bytes(b"half")
-    if not mirror.startswith("s3"):
-        (remains / ".saving").touch()
+    (remains / ".saving").touch()
     with pyckpt.Checkpointer(tmp_path / "run", mirror=mirror, mirror_keep_last=3) as checkpointer:
         checkpointer.save(2, state_of(2)).wait()
     assert not (remains / "__0_abc.distcp").exists()
@@ -257,6 +257,103 @@ def test_a_new_run_is_not_taken_for_old_beside_that_of_an_earlier_one(tmp_path, 
         checkpointer.save(1, state_of(1)).wait()
         assert checkpointer.wait_mirrored(60)
     assert there(tmp_path) == ["step-00000001", "step-00001000"]
+
+
+def test_going_back_gives_up_what_waits_of_the_branch_that_is_left(tmp_path, mirror, monkeypatch):
+    with pyckpt.Checkpointer(tmp_path / "run", mirror=mirror, mirror_keep_last=1) as checkpointer:
+        checkpointer.save(5, state_of(5)).wait()
+        assert checkpointer.wait_mirrored(60)
+        gate = Gate(monkeypatch)
+    with pyckpt.Checkpointer(tmp_path / "run", mirror=mirror, mirror_keep_last=1) as checkpointer:
+        for step in (8, 9):
+            checkpointer.save(step, state_of(step)).wait()
+        assert gate.came.wait(60)
+        checkpointer.restore(state_of(0), step=5)
+        gate.opened.set()
+        checkpointer.wait_mirrored(60)
+        for step in (6, 7):
+            checkpointer.save(step, state_of(step)).wait()
+            assert checkpointer.wait_mirrored(60)
+    # 8 was under way, and is passed; 9 was given up.
+    assert there(tmp_path) == ["step-00000007", "step-00000008"]
+
+
+def test_a_mirror_of_damaged_checkpoints_alone_is_told(tmp_path, mirror):
+    with pyckpt.Checkpointer(tmp_path / "run", mirror=mirror) as checkpointer:
+        checkpointer.save(5, state_of(5))
+    shutil.rmtree(tmp_path / "run")
+    (file,) = (tmp_path / "mirror" / "step-00000005").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-10])
+    with (
+        pyckpt.Checkpointer(tmp_path / "run", mirror=mirror) as checkpointer,
+        pytest.raises(CorruptCheckpoint, match="step 5 in the mirror"),
+    ):
+        checkpointer.restore(state_of(0))
+
+
+def test_one_damaged_checkpoint_does_not_hide_the_others(tmp_path, mirror):
+    with pyckpt.Checkpointer(tmp_path / "run", mirror=mirror) as checkpointer:
+        for step in (4, 5):
+            checkpointer.save(step, state_of(step)).wait()
+            assert checkpointer.wait_mirrored(60)
+    shutil.rmtree(tmp_path / "run")
+    (file,) = (tmp_path / "mirror" / "step-00000005").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:100])
+    with pyckpt.Checkpointer(tmp_path / "run", mirror=mirror) as checkpointer:
+        assert [one.step for one in checkpointer.checkpoints()] == [4]
+        assert checkpointer.restore(state_of(0)) == 4
+
+
+def test_after_both_copies_were_damaged_a_new_one_is_trusted(tmp_path, mirror):
+    with pyckpt.Checkpointer(tmp_path / "run", mirror=mirror) as checkpointer:
+        for step in (4, 5):
+            checkpointer.save(step, state_of(step)).wait()
+            assert checkpointer.wait_mirrored(60)
+    damage(tmp_path / "run" / "step-00000005")
+    damage(tmp_path / "mirror" / "step-00000005")
+    with pyckpt.Checkpointer(tmp_path / "run", mirror=mirror) as checkpointer:
+        assert checkpointer.restore(state_of(0)) == 4
+        checkpointer.save(5, state_of(50)).wait()
+        assert checkpointer.restore(state_of(0)) == 5
+
+
+def test_what_must_not_be_replaced_is_not_replaced_in_the_mirror(tmp_path, mirror, caplog):
+    with pyckpt.Checkpointer(tmp_path / "run", mirror=mirror) as checkpointer:
+        checkpointer.save(5, state_of(5), final=True)
+    shutil.rmtree(tmp_path / "run")
+    with pyckpt.Checkpointer(tmp_path / "run", mirror=mirror, overwrite=False) as checkpointer:
+        checkpointer.save(5, state_of(9)).wait()
+        assert not checkpointer.wait_mirrored(60)
+    assert torch.equal(pyckpt.load(f"{mirror}/step-00000005")["w"], state_of(5)["w"])
+    assert "overwrite=False" in caplog.text
+
+
+def test_a_copy_without_its_metadata_is_not_taken_for_remains(tmp_path, mirror):
+    with pyckpt.Checkpointer(tmp_path / "run", mirror=mirror) as checkpointer:
+        checkpointer.save(1, state_of(1)).wait()
+        assert checkpointer.wait_mirrored(60)
+    (tmp_path / "mirror" / "step-00000001" / ".metadata").unlink()
+    with pyckpt.Checkpointer(tmp_path / "other", mirror=mirror, mirror_keep_last=1) as checkpointer:
+        checkpointer.save(2, state_of(2)).wait()
+        assert checkpointer.wait_mirrored(60)
+    assert len(list((tmp_path / "mirror" / "step-00000001").glob("*.distcp"))) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"mirror": "s3://bucket/a#1"},
+        {"mirror": "s3://bucket/a?b=1"},
+        {"mirror": "file://host/a"},
+        {"mirror": "m", "mirror_max_mbps": 0},
+        {"mirror": "m", "mirror_max_mbps": float("nan")},
+        {"mirror": "m", "mirror_wait": -1},
+        {"mirror": "m", "mirror_every": 0},
+    ],
+)
+def test_arguments_of_the_mirror(tmp_path, arguments):
+    with pytest.raises(ValueError, match=r"."):
+        pyckpt.Checkpointer(tmp_path / "run", **arguments)
 
 
 def test_names_are_the_same_in_the_mirror(tmp_path, mirror):

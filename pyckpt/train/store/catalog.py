@@ -32,6 +32,7 @@ from pyckpt.format import metadata as metadata_format
 from pyckpt.format.files import check_regular, open_regular, read_regular
 from pyckpt.format.flock import trying
 from pyckpt.printable import printable
+from pyckpt.remote.address import is_url
 from pyckpt.train.store.fence import FOLDER
 from pyckpt.train.store.names import DEFAULT, Naming
 from pyckpt.train.store.transient import Failure, failure_of, is_shortage, persist
@@ -104,7 +105,9 @@ class CheckpointInfo:
     @property
     def place(self) -> Path | str:
         """What ``pyckpt.load`` takes: its directory, or where it is in the mirror."""
-        return self.path if self.is_local or self.mirror is None else self.mirror
+        if self.is_local or self.mirror is None:
+            return self.path
+        return self.mirror if is_url(self.mirror) else Path(self.mirror)
 
 
 @dataclass(frozen=True)

@@ -291,6 +291,6 @@ class Window(RawIOBase):
     def read(self, size: int = -1) -> bytes:
         left = max(0, self._length - self._at)
         self._file.seek(self._offset + self._at)
-        data = self._file.read(left if size < 0 else min(size, left)) or b""
+        data = bytes(self._file.read(left if size < 0 else min(size, left)) or b"")
         self._at += len(data)
         return data

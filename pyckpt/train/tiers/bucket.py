@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.checkpoint.metadata import Metadata
+
 from pyckpt.errors import PyckptError, Superseded
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
@@ -40,7 +42,9 @@ class _Known:
 
     tag: str
     files: dict[str, int]
-    checkpoint: CheckpointInfo
+    metadata: Metadata | None
+    """Until it is known what the checkpoint says of itself."""
+    checkpoint: CheckpointInfo | None
 
 
 class BucketTier:
@@ -79,6 +83,7 @@ class BucketTier:
         import obstore
 
         name = f"{self._naming.name(step)}/{file.name}"
+        self._mark(step)
         size = file.stat().st_size
         if size <= PIECE_BYTES:
             passing(size)
@@ -94,6 +99,14 @@ class BucketTier:
                 chunk_size=part,
                 max_concurrency=_PARTS_AT_A_TIME,
             )
+
+    def _mark(self, step: int) -> None:
+        """Say that a step's data objects, without metadata, are those of an upload."""
+        import obstore
+
+        name = f"{self._naming.name(step)}/{commit.mark_name()}"
+        with telling(f"{self._url}/{name}"):
+            obstore.put(self._store, name, b"", use_multipart=False)
 
     def sizes(self, step: int) -> dict[str, int]:
         prefix = f"{self._naming.name(step)}/"
@@ -113,10 +126,12 @@ class BucketTier:
         folder = self._naming.name(step)
         name = f"{folder}/{commit.metadata_name()}"
         mode: Any = "create"
+        replaced: set[str] = set()
         with telling(f"{self._url}/{name}"):
             try:
-                found = obstore.head(self._store, name)
-                tags = {"e_tag": found["e_tag"], "version": found["version"]}
+                found = obstore.get(self._store, name)
+                tags = {"e_tag": found.meta["e_tag"], "version": found.meta["version"]}
+                replaced = _files_of(bytes(found.bytes()), name)
                 mode = {name: tag for name, tag in tags.items() if tag is not None}
             except FileNotFoundError:
                 pass
@@ -125,8 +140,8 @@ class BucketTier:
             except (NotSupportedError, NotImplementedError):
                 # A store without conditions; the fence alone keeps jobs apart.
                 obstore.put(self._store, name, metadata, use_multipart=False)
-        named = {*files, commit.metadata_name()}
-        self._delete([f"{folder}/{one}" for one in self.sizes(step) if one not in named])
+        gone = {commit.mark_name(), *(replaced - set(files))}
+        self._delete([f"{folder}/{one}" for one in sorted(gone)])
 
     def newest(
         self, limit: int | None = None, without: Collection[int] = ()
@@ -137,6 +152,11 @@ class BucketTier:
                 if found is not None:
                     return found
         return None
+
+    def damaged(self) -> list[int]:
+        steps = self._steps()
+        committed = [step for step in steps if commit.metadata_name() in self.sizes(step)]
+        return [step for step in committed if self._examine(step) is None]
 
     def checkpoints(self) -> list[CheckpointInfo]:
         found = (self._examine(step) for step in sorted(self._steps()))
@@ -165,7 +185,8 @@ class BucketTier:
         ]
         for step in [*leftover, *going]:
             folder = self._naming.name(step)
-            # First what makes it count.
+            # First what makes it count; after that it is what an upload has left.
+            self._mark(step)
             self._delete([f"{folder}/{commit.metadata_name()}"])
             self._delete([f"{folder}/{name}" for name in self.sizes(step)])
             self._known.pop(step, None)
@@ -173,7 +194,8 @@ class BucketTier:
 
     def _is_leftover(self, step: int) -> bool:
         """Whether all that is there of a step is what an interrupted upload, or removal, left."""
-        return all(commit.is_part(name) for name in self.sizes(step))
+        names = self.sizes(step)
+        return commit.mark_name() in names and all(map(commit.is_part, names))
 
     def _delete(self, names: list[str]) -> None:
         import obstore
@@ -211,18 +233,26 @@ class BucketTier:
                     if found.meta["size"] > metadata_format.SIZE_MAX:
                         return None
                     known = self._read(step, tag, bytes(found.bytes()))
-                    self._known[step] = known
+            sizes = self.sizes(step)
+            if any(sizes.get(file) != size for file, size in known.files.items()):
+                return None
+            if known.checkpoint is None:
+                known = self._with_note(step, known)
         except (FileNotFoundError, PyckptError):
             return None
-        sizes = self.sizes(step)
-        if any(sizes.get(file) != size for file, size in known.files.items()):
-            return None
+        self._known[step] = known
         return known.checkpoint
 
     def _read(self, step: int, tag: str, data: bytes) -> _Known:
         place = self.place(step)
         metadata = metadata_format.decode(data, path=f"{place}/{commit.metadata_name()}")
-        files = metadata_format.data_files(metadata)
+        return _Known(tag, metadata_format.data_files(metadata), metadata, None)
+
+    def _with_note(self, step: int, known: _Known) -> _Known:
+        """With what the checkpoint says of itself; once its objects are known to be there."""
+        place = self.place(step)
+        metadata, files = known.metadata, known.files
+        assert metadata is not None
         final, metrics = read_note(place, metadata, step, partial(self._range, place))
         checkpoint = CheckpointInfo(
             step,
@@ -233,7 +263,7 @@ class BucketTier:
             mirror=place,
             is_local=False,
         )
-        return _Known(tag, files, checkpoint)
+        return _Known(known.tag, files, None, checkpoint)
 
     def _range(self, place: str, name: str, offset: int, length: int) -> bytes:
         import obstore
@@ -282,6 +312,14 @@ class BucketTier:
         names = (one["path"].rpartition("/")[2] for one in self._listed(f"{FOLDER}/"))
         matches = map(_GENERATION.fullmatch, names)
         return [int(match[1]) for match in matches if match is not None]
+
+
+def _files_of(data: bytes, name: str) -> set[str]:
+    """The data files that a ``.metadata`` names; none if it is damaged."""
+    try:
+        return set(metadata_format.data_files(metadata_format.decode(data, path=name)))
+    except PyckptError:
+        return set()
 
 
 def _pieces(file: Path, size: int, passing: Callable[[int], None]) -> Iterator[bytes]:

@@ -10,7 +10,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from pyckpt.errors import PyckptError
 from pyckpt.format import commit
+from pyckpt.format import metadata as metadata_format
 from pyckpt.train.store.catalog import Catalog, CheckpointInfo
 from pyckpt.train.store.fence import Fence
 from pyckpt.train.store.names import DEFAULT, Naming
@@ -47,6 +49,8 @@ class MountedTier:
         directory = self._catalog.path(step)
         commit.make_directory(directory, sync=True)
         if not (directory / commit.metadata_name()).exists():
+            if commit.lost_metadata(os.listdir(directory)):
+                raise FileExistsError(errno.EEXIST, commit.LOST_METADATA, str(directory))
             commit.make_mark(directory, sync=True)
         target = directory / file.name
         # The name of a data file, so that whoever sweeps removes what a kill leaves.
@@ -71,14 +75,23 @@ class MountedTier:
         directory = self._catalog.path(step)
         name = commit.metadata_name()
         with self._fence.held():
+            try:
+                replaced = set(metadata_format.data_files(metadata_format.read(directory / name)))
+            except (FileNotFoundError, PyckptError):
+                replaced = set()
             commit.commit_metadata(directory, name, metadata, sync=True)
-            commit.remove_unnamed(directory, set(files), committed=name)
+            commit.remove_failed(directory, replaced - set(files), sync=True)
+            (directory / commit.mark_name()).unlink(missing_ok=True)
 
     def newest(
         self, limit: int | None = None, without: Collection[int] = ()
     ) -> CheckpointInfo | None:
         found = self._catalog.newest_first(limit)
         return next((self._mirrored(one) for one in found if one.step not in without), None)
+
+    def damaged(self) -> list[int]:
+        entries = self._catalog.entries()
+        return [one.step for one in entries if one.state == "damaged" and one.step is not None]
 
     def checkpoints(self) -> list[CheckpointInfo]:
         found = (one.checkpoint for one in self._catalog.entries())

@@ -28,6 +28,8 @@ _LAST_DELAY_SECONDS = 60.0
 _FIRST_POLL_SECONDS = 0.05
 _LAST_POLL_SECONDS = 5.0
 _PATIENCE_SECONDS = 600.0
+_ATTEMPTS_MIN = 3
+_REMEMBERED_MAX = 16
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,10 @@ class _Job:
     file: Path | None
     """This rank's data file, if it wrote one."""
     protection: Protection
-    metadata: bytes = b""
+    final: bool
+    branch: int
+    """How often training had gone back before it was saved."""
+    metadata: bytes
     """Of the checkpoint; on the rank that commits."""
     since: float = field(default_factory=time.monotonic)
 
@@ -81,6 +86,7 @@ class Promotion:
         tier: where to.
         is_first: whether this is rank 0.
         retention: what rank 0 keeps there.
+        overwrite: whether a checkpoint there may be replaced by one of the same step.
         every: promote the steps that are multiples of this, and final ones.
         bytes_per_second: the most that this rank copies; None for no bound.
         protected: checkpoints that are not pruned locally, because they are still needed.
@@ -93,6 +99,7 @@ class Promotion:
         *,
         is_first: bool,
         retention: Retention,
+        overwrite: bool,
         every: int,
         bytes_per_second: float | None,
         protected: Protected,
@@ -101,6 +108,7 @@ class Promotion:
         self.tier = tier
         self._is_first = is_first
         self._retention = retention
+        self._overwrite = overwrite
         self._every = every
         self._throttle = Throttle(bytes_per_second)
         self._protected = protected
@@ -114,6 +122,11 @@ class Promotion:
         self._is_superseded = False
         self._restored: int | None = None
         self._promoted_steps: set[int] = set()
+        self._branch = 0
+        self._has_lost = False
+        # The data files of what was submitted last, by step: those of ranks that have dropped an
+        # earlier one tell that they have.
+        self._files: dict[int, set[str]] = {}
         self._thread: threading.Thread | None = None
         self._promoted = self._dropped = self._failures = self._bytes = 0
         self._seconds = 0.0
@@ -130,24 +143,28 @@ class Promotion:
         """
         if (step % self._every and not final) or self._is_superseded:
             return
-        job = _Job(step, path, file, Protection(self._protected, step))
+        metadata = b""
         if self._is_first:
-            job.metadata = (path / commit.metadata_name()).read_bytes()
+            metadata = (path / commit.metadata_name()).read_bytes()
         elif file is None:
-            job.protection.release()
             return  # this rank has nothing to do
+        protection = Protection(self._protected, step)
         with self._changed:
+            job = _Job(step, path, file, protection, final, self._branch, metadata)
             # A step that was saved again: the files of the first save are gone.
             for earlier in [one for one in self._waiting() if one.step == step]:
-                self._drop(earlier, "it was saved again")
+                self._drop(earlier, "it was saved again", is_lost=False)
             self._jobs.append(job)
-            waiting = self._waiting()
-            if len(waiting) > _QUEUE_MAX:
-                self._drop(waiting[0], "the mirror does not keep up with the saves")
+            if self._is_first:
+                self._remember(job)
+            droppable = [one for one in self._waiting() if not one.final]
+            if len(self._waiting()) > _QUEUE_MAX and droppable:
+                self._drop(droppable[0], "the mirror does not keep up with the saves")
             if self._thread is None:
                 # A store that never answers must not keep the program from ending.
-                self._thread = threading.Thread(target=self._run, name="pyckpt-mirror", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="pyckpt-mirror", daemon=True)
+                thread.start()
+                self._thread = thread
             self._changed.notify_all()
 
     def restored(self, step: int) -> None:
@@ -156,14 +173,27 @@ class Promotion:
         with self._changed:
             self._restored = step
             self._promoted_steps.clear()
+            self._files.clear()
+            self._branch += 1  # what is under way is of a branch that training has left
+            for later in [one for one in self._waiting() if one.step > step]:
+                self._drop(later, f"training has gone back to step {step}", is_lost=False)
 
     def _waiting(self) -> list[_Job]:
         return list(self._jobs)[1 if self._is_busy else 0 :]
 
-    def _drop(self, job: _Job, why: str) -> None:
+    def _remember(self, job: _Job) -> None:
+        """Note which files a checkpoint has. Called with the lock held."""
+        metadata = metadata_format.decode(job.metadata, path=job.path / commit.metadata_name())
+        self._files.pop(job.step, None)
+        self._files[job.step] = set(metadata_format.data_files(metadata))
+        while len(self._files) > _REMEMBERED_MAX:
+            del self._files[next(iter(self._files))]
+
+    def _drop(self, job: _Job, why: str, *, is_lost: bool = True) -> None:
         """Called with the lock held."""
         self._jobs.remove(job)
         self._dropped += 1
+        self._has_lost |= is_lost
         job.protection.release()
         _logger.warning("step %d is not brought to %s: %s", job.step, self.tier, why)
 
@@ -182,19 +212,22 @@ class Promotion:
             )
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait until nothing waits or is under way; returns whether that is so.
+        """Wait until nothing waits or is under way; returns whether that is so, and none was given
+        up since the last call.
 
         Args:
             timeout: seconds at most; None without end.
         """
         with self._changed:
-            return self._changed.wait_for(lambda: not self._jobs, timeout)
+            is_over = self._changed.wait_for(lambda: not self._jobs, timeout)
+            has_lost, self._has_lost = self._has_lost, False
+            return is_over and not has_lost
 
     def close(self, timeout: float | None) -> None:
         """Wait as ``wait`` does, and end the thread. What is not there by then is not brought there
         by this program; a log entry names it."""
-        done = self.wait(timeout)
         with self._changed:
+            done = self._changed.wait_for(lambda: not self._jobs, timeout)
             self._is_closing = True
             if not done:
                 self._gives_up = True
@@ -230,6 +263,8 @@ class Promotion:
                 if is_there:
                     self._jobs.remove(job)
                     self._promoted += 1
+                    if job.branch == self._branch:
+                        self._promoted_steps.add(job.step)
                     self._seconds += time.monotonic() - job.since
                     self._last_step = job.step
                     self._last_error = ""
@@ -242,8 +277,12 @@ class Promotion:
     def _promote(self, job: _Job) -> tuple[bool, str]:
         """Bring a checkpoint there; returns whether it is there, and why not."""
         delay = _FIRST_DELAY_SECONDS
+        attempts = 0
         while True:
+            attempts += 1
             try:
+                if attempts == 1 and not self._overwrite:
+                    self._refuse_another(job)
                 self._copy(job)
                 if self._is_first:
                     self._commit(job)
@@ -257,7 +296,8 @@ class Promotion:
                 if job.file is not None and not job.file.exists():
                     return False, "its file was removed"
                 self._tell(job, error)
-            if self._pause(delay, until_newer=True):
+            until_newer = attempts >= _ATTEMPTS_MIN and not job.final
+            if self._pause(delay, until_newer=until_newer):
                 return False, "newer ones wait, and it failed"
             delay = min(2 * delay, _LAST_DELAY_SECONDS)
 
@@ -275,6 +315,10 @@ class Promotion:
             self.tier,
             error,
         )
+
+    def _refuse_another(self, job: _Job) -> None:
+        if commit.metadata_name() in self.tier.sizes(job.step):
+            raise Stopped("a checkpoint of that step is there, and overwrite=False")
 
     def _copy(self, job: _Job) -> None:
         if job.file is None:
@@ -304,12 +348,15 @@ class Promotion:
                 missing, since, delay = found, time.monotonic(), _FIRST_POLL_SECONDS
             if time.monotonic() - since > _PATIENCE_SECONDS:
                 raise Stopped(f"other ranks have not brought {sorted(missing)[:3]} there")
-            if self._pause(delay, until_newer=self._is_abandoned(missing)):
+            if self._is_abandoned(job, missing):
                 raise Stopped("a rank has given it up for a newer one")
+            if self._pause(delay):
+                raise Stopped("the program ends")
             delay = min(2 * delay, _LAST_POLL_SECONDS)
         self.tier.commit(job.step, job.metadata, files.keys())
         with self._changed:
-            self._promoted_steps.add(job.step)
+            if job.branch == self._branch:
+                self._promoted_steps.add(job.step)
             coming = {one.step for one in self._waiting()}
         try:
             self.tier.prune(
@@ -323,15 +370,18 @@ class Promotion:
         restored = self._restored
         return restored is not None and step > restored and step not in self._promoted_steps
 
-    def _is_abandoned(self, missing: set[str]) -> bool:
-        """Whether a rank that lacks its file has brought that of a newer step: it had to drop this
-        one."""
-        with self._changed:
-            newer = [job.step for job in self._waiting()]
+    def _is_abandoned(self, job: _Job, missing: set[str]) -> bool:
+        """Whether a rank that lacks its file has brought that of a later checkpoint: it had to drop
+        this one."""
         late = {name.rpartition("_")[0] for name in missing}
-        return any(
-            name.rpartition("_")[0] in late for step in newer for name in self.tier.sizes(step)
-        )
+        with self._changed:
+            steps = list(self._files)
+            begin = steps.index(job.step) + 1 if job.step in steps else 0
+            later = {
+                step: {name for name in self._files[step] if name.rpartition("_")[0] in late}
+                for step in steps[begin:]
+            }
+        return any(names & self.tier.sizes(step).keys() for step, names in later.items())
 
     def _pause(self, seconds: float, *, until_newer: bool = False) -> bool:
         """Sleep. Returns whether to give the job up: the program ends; or, with ``until_newer``, a

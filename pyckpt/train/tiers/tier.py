@@ -76,7 +76,8 @@ class Tier(Protocol):
         """Names and bytes of what is there of a step; none if nothing is."""
 
     def commit(self, step: int, metadata: bytes, files: Collection[str]) -> None:
-        """Make a step count, and remove the data files there that no longer do.
+        """Make a step count, and remove the data files of the checkpoint that it replaces. Other
+        data files may be those of its next save.
 
         Args:
             metadata: the bytes of its ``.metadata``.
@@ -94,6 +95,9 @@ class Tier(Protocol):
         Args:
             without: steps to pass over.
         """
+
+    def damaged(self) -> list[int]:
+        """The steps that were committed there, and are not valid."""
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """The valid checkpoints there, oldest first."""
