@@ -101,7 +101,10 @@ class _Bars:
     def close(self) -> None:
         live, self._live = self._live, None
         if live is not None and self._pid == os.getpid():
-            live.stop()
+            try:
+                live.stop()
+            except Exception as error:  # the terminal is gone, say
+                _logger.debug("the bars were not ended: %s", error)
 
     def _table(self) -> Any:
         from rich.progress_bar import ProgressBar

@@ -140,10 +140,11 @@ class _Numbers:
         self._gauges: dict[str, float] = {}
         self._counts: dict[type[Event], int] = dict.fromkeys(_COUNTS, 0)
         self.rank = 0
+        self.is_told = False
 
     def take(self, event: Event) -> None:
         with self._lock:
-            self.rank = event.rank
+            self.rank, self.is_told = event.rank, True
             if type(event) in self._counts:
                 self._counts[type(event)] += 1
             found = dict(_scalars(event))
@@ -206,7 +207,10 @@ class Prometheus:
         self._numbers.take(event)
 
     def collect(self) -> Iterator[Any]:
-        """For ``prometheus_client``: the numbers now."""
+        """For ``prometheus_client``: the numbers now; none before the first event, which tells of
+        which rank they are."""
+        if not self._numbers.is_told:
+            return
         labels = {"rank": str(self._numbers.rank), **self._labels}
         for sample in self._numbers.samples():
             family = self._families[sample.kind](sample.name, sample.help, labels=list(labels))

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch.distributed as dist
 
@@ -50,18 +50,24 @@ def record_timeline(path: str | os.PathLike[str]) -> Iterator[None]:
         file = stack.enter_context(Path(path).open("w"))
         stack.pop_all()
     ranges: list[Range] = []
+    process = os.getpid()
     keep_ranges(ranges)
     try:
         yield
     finally:
         keep_ranges(None)
-        events = _events(_C.stop_timeline(), ranges)
-        with file:
-            file.write('{"displayTimeUnit": "ms",\n')
-            other = {"clock": "CLOCK_MONOTONIC", "host": platform.node()}
-            file.write(f'"otherData": {json.dumps(other)},\n"traceEvents": [\n')
-            file.write(",\n".join(map(json.dumps, events)))
-            file.write("\n]}\n")
+        # A forked process that leaves the block leaves the file to its parent.
+        if os.getpid() == process:
+            _write(file, _events(_C.stop_timeline(), ranges))
+
+
+def _write(file: TextIO, events: Iterator[dict[str, Any]]) -> None:
+    with file:
+        file.write('{"displayTimeUnit": "ms",\n')
+        other = {"clock": "CLOCK_MONOTONIC", "host": platform.node()}
+        file.write(f'"otherData": {json.dumps(other)},\n"traceEvents": [\n')
+        file.write(",\n".join(map(json.dumps, events)))
+        file.write("\n]}\n")
 
 
 _Tracks = list[tuple[int, str, list[tuple[str, int, int, int]], int]]

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -130,7 +131,8 @@ class Announcer:
 
     def failed(self, handle: SaveHandle, error: BaseException) -> None:
         if self._ranks.rank == 0:
-            _logger.error(
+            _say(
+                logging.ERROR,
                 "saving %s failed after %.3g s; the checkpoint before it stays: %s",
                 self._name(handle),
                 handle.seconds,
@@ -141,7 +143,8 @@ class Announcer:
     def skipped(self, step: int, path: Path, busy_with: int) -> None:
         """A save was left out, since that of another step is under way."""
         if self._ranks.rank == 0:
-            _logger.warning(
+            _say(
+                logging.WARNING,
                 "step %d is not saved: the save of step %d is still under way; save less often, or "
                 "pass when_busy='wait'",
                 step,
@@ -177,7 +180,7 @@ class Announcer:
 
     def _log(self, text: str, *args: object) -> None:
         if self._ranks.rank == 0:
-            _logger.info(text, *args)
+            _say(logging.INFO, text, *args)
 
     # --- callbacks --------------------------------------------------------------------------------
 
@@ -193,6 +196,8 @@ class Announcer:
         try:
             self._thread.submit(self._call, event)
         except RuntimeError:  # the interpreter is ending, or there can be no more threads
+            # It has taken the event nonetheless, for a thread that it may get later.
+            self._thread = _new_thread()
             self._call(event)
 
     def _call(self, event: Event) -> None:
@@ -213,3 +218,9 @@ def _new_thread() -> ThreadPoolExecutor:
 
 def _in_brackets(text: str) -> str:
     return f" ({text})" if text else ""
+
+
+def _say(level: int, text: str, *args: object) -> None:
+    """Log. A program's handler that raises fails no save."""
+    with suppress(Exception):
+        _logger.log(level, text, *args)

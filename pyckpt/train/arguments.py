@@ -35,8 +35,11 @@ def whole(name: str, value: Any, *, least: int) -> int:
 
 
 def step_of(step: Any) -> int:
-    """The number of a step. Raises as ``whole``."""
-    return whole("step", step, least=0)
+    """The number of a step. Raises as ``whole``; ranks tell each other 64-bit numbers."""
+    number = whole("step", step, least=0)
+    if number >= 1 << 63:
+        raise ValueError(f"{step = } must be less than 2^63.")
+    return number
 
 
 def state_of(state: Any) -> Mapping[str, Any]:

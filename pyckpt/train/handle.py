@@ -83,6 +83,9 @@ class SaveHandle:
         self.staged: Future[None] = Future()
         self.written: Future[WriteStatistics | None] = Future()
         self.committed: Future[Path] = Future()
+        for future in (self.staged, self.written, self.committed):
+            # Nobody may cancel them: who waits for a save would wait for ever.
+            future.set_running_or_notify_cancel()
         self._rank = WriteProgress()
         self._start = time.perf_counter()
         self._blocked = math.nan
@@ -128,9 +131,10 @@ class SaveHandle:
         """
         try:
             return self.committed.result(timeout)
-        except TimeoutError:
-            raise
         except Exception as error:
+            if isinstance(error, TimeoutError) and self.committed.done():
+                # The save failed so. A TimeoutError from here says that it is not over.
+                raise SaveError(f"step {self.step} was not saved: {error}") from error
             # concurrent.futures' own class is not the built-in one before Python 3.11.
             if not self.committed.done():
                 raise TimeoutError(f"step {self.step} is not committed yet") from error
@@ -184,7 +188,7 @@ class SaveHandle:
     def fail(self, error: BaseException) -> None:
         """Fail the futures that are not resolved yet."""
         for future in (self.staged, self.written, self.committed):
-            if not future.done():
+            with suppress(InvalidStateError):  # resolved, perhaps by another thread just now
                 future.set_exception(error)
 
 

@@ -345,8 +345,10 @@ class Saver:
                 files = self._remains.setdefault(handle.path, set())
                 files |= self._current.files
             self._stager.take_failure()  # otherwise the next save would raise this error again
-            self._announcer.failed(handle, failure)
-            handle.fail(failure)
+            try:
+                self._announcer.failed(handle, failure)
+            finally:  # a handler of the log may raise, and those who wait must see the end
+                handle.fail(failure)
             return
         try:
             self._written(handle)  # a rank that had nothing to write has not reported it
@@ -354,7 +356,8 @@ class Saver:
             self._on_commit(handle)
         except Exception:
             _logger.exception("%s is committed; what comes after that failed", handle.path)
-        handle.reached("committed", handle.path)
+        finally:
+            handle.reached("committed", handle.path)
 
     def _failure_of(self, error: BaseException, handle: SaveHandle) -> BaseException:
         """The error to report for an error that DCP raised."""

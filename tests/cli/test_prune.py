@@ -13,6 +13,7 @@ import pytest
 from _cli import pyckpt
 
 from pyckpt.format.claim import Claim
+from pyckpt.train.store import fence
 from pyckpt.train.store.catalog import reading
 
 
@@ -108,7 +109,7 @@ def test_what_is_being_read_or_written_stays(made: Path) -> None:
 
 
 def _job(run: Path, host: str, pid: int) -> None:
-    content = {"token": "t", "host": host, "pid": pid}
+    content = {"token": "t", "host": host, "pid": pid, "namespace": fence._namespace()}
     (run / ".pyckpt" / "generation-00000007").write_text(json.dumps(content))
 
 
@@ -127,6 +128,10 @@ def test_while_the_job_runs_nothing_is_removed(made: Path) -> None:
         assert what in done.err
         assert pyckpt("prune", run, "--keep-last", 1).status == 0
         assert steps(run) == [10, 20, 30]
+    # A job that began on a full disk has not said which it is.
+    (run / ".pyckpt" / "generation-00000007").write_text("")
+    assert "cannot be seen" in pyckpt("prune", run, "--keep-last", 1, "--yes").err
+    assert steps(run) == [10, 20, 30]
     _job(run, socket.gethostname(), int(ended.stdout))
     assert pyckpt("prune", run, "--keep-last", 1, "--yes").status == 0
     assert steps(run) == [20, 30]

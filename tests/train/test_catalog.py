@@ -276,3 +276,13 @@ def test_newest_of_many_decodes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert found is not None
         assert found.step == 1000
     assert decoded == [newest / ".metadata"]
+
+
+def test_a_flipped_bit_in_what_a_checkpoint_says_of_itself_is_damage(tmp_path: Path) -> None:
+    with pyckpt.Checkpointer(tmp_path) as checkpointer:
+        path = checkpointer.save(1, {"w": torch.ones(3)}, metrics={"loss": 1.0}).wait()
+    (file,) = path.glob("*.distcp")
+    file.write_bytes(file.read_bytes().replace(b'"loss": 1.0', b'"loss": 9.0'))
+    (entry,) = pyckpt.Checkpointer(tmp_path).inspect()
+    assert entry.state == "damaged"
+    assert "CRC-32" in entry.reason

@@ -8,6 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from _training import Run, damage
 
 import pyckpt
 from pyckpt import Checkpointer, activity
+from pyckpt.errors import SaveError
+from pyckpt.train.handle import SaveHandle
 
 SECONDS = r"[\d.e-]+ s"
 RATE = r"\([\d.]+ [kMG]?B/s\)"
@@ -181,3 +184,47 @@ def test_what_all_ranks_could_say_the_first_one_says(tmp_path: Path) -> None:
         "WARNING passed over step-00000002",
     ]
     assert [text[: len(part)] for text, part in zip(shown, expected, strict=True)] == expected
+
+
+def test_nobody_can_cancel_what_others_wait_for(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        handle = checkpointer.save(1, {"w": torch.ones(3)})
+        assert not handle.committed.cancel()
+        checkpointer.wait()
+        assert handle.wait() == tmp_path / "step-00000001"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_log_that_raises_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    class Gone(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise ConnectionError("the log's server is gone")
+
+    logger, gone = logging.getLogger("pyckpt"), Gone()
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    if fails:
+        (tmp_path / "step-00000001").write_text("in the way")
+    checkpointer = Checkpointer(tmp_path)
+    logger.addHandler(gone)
+    try:
+        handle = checkpointer.save(1, {"w": torch.ones(3)})
+        if fails:
+            with pytest.raises(OSError, match="step-00000001"):
+                handle.wait(60)
+        else:
+            handle.wait(60)
+    finally:
+        logger.removeHandler(gone)
+        with suppress(OSError):
+            checkpointer.close()
+
+
+def test_a_save_that_timed_out_is_not_one_that_goes_on(tmp_path: Path) -> None:
+    handle = SaveHandle(1, tmp_path)
+    with pytest.raises(TimeoutError):
+        handle.wait(0)
+    handle.fail(OSError(errno.ETIMEDOUT, "the server does not answer"))
+    with pytest.raises(SaveError, match="the server does not answer"):
+        handle.wait(0)

@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from pyckpt import _C
 from pyckpt.dcp import objects
 from pyckpt.errors import CorruptCheckpoint, PyckptError
 from pyckpt.format import commit
@@ -389,7 +390,11 @@ def note_of(
     try:
         if info.length > _NOTE_MAX:
             raise ValueError(f"it has {info.length} bytes")
-        data = io.BytesIO(read(info.relative_path, info.offset, info.length))
+        found = read(info.relative_path, info.offset, info.length)
+        expected = vars(info).get("crc32")
+        if expected is not None and _C.crc32(found) != expected:
+            raise ValueError("it is not what was saved, by its CRC-32")
+        data = io.BytesIO(found)
         content = json.loads(objects.load(data, NOTE_KEY, device=torch.device("cpu")))
         final, metrics = content["final"], content["metrics"]
         if type(final) is not bool or not isinstance(metrics, dict):

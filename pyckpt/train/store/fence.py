@@ -45,10 +45,14 @@ class Job(NamedTuple):
 
     host: str
     pid: int
+    """0 if it is not known."""
+    namespace: str
+    """Of its process number, on its host."""
 
     def is_running(self) -> bool | None:
-        """Whether its process is there; None if it is of another host, which cannot be seen."""
-        if self.host != socket.gethostname():
+        """Whether its process is there; None if that cannot be seen: it is of another host, or of
+        another container, or has not said which process it is."""
+        if self.host != socket.gethostname() or self.namespace != _namespace() or not self.pid:
             return None
         try:
             os.kill(self.pid, 0)
@@ -108,13 +112,16 @@ class Fence:
             yield
 
     def last_job(self) -> Job | None:
-        """The job that was the last to begin to save here; None if it is not known."""
+        """The job that was the last to begin to save here; None if no job has."""
         try:
-            who = self._who(max(self._generations()))
-            pid = int(who["pid"])
-        except (OSError, ValueError):
+            number = max(self._generations(), default=None)
+        except FileNotFoundError:
             return None
-        return Job(who["host"], pid) if who["token"] and 0 < pid < 1 << 31 else None
+        if number is None:
+            return None
+        who = self._who(number)  # empty if the disk was full when it began
+        pid = int(who["pid"]) if who["pid"].isdecimal() and len(who["pid"]) < 10 else 0
+        return Job(who["host"], pid, who["namespace"])
 
     @contextmanager
     def _locked(self) -> Iterator[bool]:
@@ -180,7 +187,12 @@ class Fence:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o666)
         token = uuid.uuid4().hex
-        content = {"token": token, "host": socket.gethostname(), "pid": os.getpid()}
+        content = {
+            "token": token,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "namespace": _namespace(),
+        }
         try:
             os.write(descriptor, json.dumps(content).encode())
         except OSError as error:
@@ -208,9 +220,14 @@ class Fence:
     def _who(self, number: int) -> dict[str, str]:
         try:
             content = json.loads(self._path(number).read_text())
-            return {key: str(content[key]) for key in ("token", "host", "pid")}
+            # The first versions did not say the last of these.
+            return {"namespace": ""} | {
+                key: str(content[key])
+                for key in ("token", "host", "pid", "namespace")
+                if key in content or key != "namespace"
+            }
         except (FileNotFoundError, ValueError, TypeError, KeyError):
-            return dict.fromkeys(("token", "host", "pid"), "")
+            return dict.fromkeys(("token", "host", "pid", "namespace"), "")
 
     def _generations(self) -> list[int]:
         matches = [_GENERATION.fullmatch(name) for name in os.listdir(self._folder)]
@@ -218,6 +235,15 @@ class Fence:
 
     def _path(self, number: int) -> Path:
         return self._folder / f"generation-{number:08d}"
+
+
+def _namespace() -> str:
+    """In which numbers of processes this one is counted: since the boot, and in its container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def _is_still(path: Path, descriptor: int) -> bool:
