@@ -76,6 +76,7 @@ class SaveHandle:
         on_reached: Callable[[SaveHandle, str, float], None] = lambda handle, what, seconds: None,
         *,
         final: bool = False,
+        begun: float | None = None,
     ) -> None:
         self.step = step
         self.final = final
@@ -87,7 +88,8 @@ class SaveHandle:
             # Nobody may cancel them: who waits for a save would wait for ever.
             future.set_running_or_notify_cancel()
         self._rank = WriteProgress()
-        self._start = time.perf_counter()
+        # Of the call, which may first have waited for another save.
+        self._start = time.perf_counter() if begun is None else begun
         self._blocked = math.nan
         self._times: dict[str, float] = {}
         self._on_reached = on_reached

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -162,9 +163,12 @@ class Saver:
     ) -> SaveHandle:
         """Start to save. Waits for a save that is under way. Errors go to the handle; only
         interrupts are raised here."""
+        begun = time.perf_counter()
         self.wait()
         self._overwrite = overwrite
-        handle = SaveHandle(step, self._catalog.path(step), self._announcer.reached, final=final)
+        handle = SaveHandle(
+            step, self._catalog.path(step), self._announcer.reached, final=final, begun=begun
+        )
         number = self.started + 1
         saving = self._announcer.activity_of(handle)
         done: Future[None] = Future()

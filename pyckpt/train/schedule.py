@@ -131,6 +131,7 @@ class Schedule:
             self._saver.raise_failure()
             self._ranks.check()
             handle = self._start(step, state, metrics, final=final, overwrite=overwrite)
+            self._stopwatch.blocked(handle.statistics.blocked_seconds)
             if final:
                 self._saver.wait()
                 self._saver.raise_failure()

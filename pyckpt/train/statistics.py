@@ -115,6 +115,10 @@ class Stopwatch:
         self._was_saving = saving
         self._left = time.perf_counter()
 
+    def blocked(self, seconds: float) -> None:
+        """A call outside of ``enter`` and ``leave`` has started a save, in so many seconds."""
+        self._blocked.append(seconds)
+
     def waited(self, seconds: float) -> None:
         """Training has waited for a save."""
         self._waited_seconds += seconds

@@ -104,7 +104,8 @@ class AppState:
     ) -> LoadReport:
         """Restore the objects from a checkpoint, saved on any number of ranks. Collective.
 
-        Modules and optimizers keep their tensors, their devices and their flags. Plain dicts and
+        Modules keep their tensors, and optimizers their devices and flags; optimizer state may be
+        new tensors. Plain dicts and
         lists are filled in place; any other plain value is written into the ``objects``. Saved
         objects under other names are not loaded.
 
