@@ -24,6 +24,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
         ("stall", ["large", "overlap"]),
         ("checkpointer", []),  # all
         ("scale", []),
+        ("tiers", ["commit", "upload"]),
     ],
 )
 def test_it_runs_to_its_end(tmp_path: Path, name: str, sections: list[str]) -> None:
