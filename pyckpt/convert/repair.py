@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from pyckpt.convert.contents import is_optimizer
-from pyckpt.convert.copying import existing_above, write
+from pyckpt.convert.copying import as_saved, existing_above, write
 from pyckpt.convert.frameworks import flat_groups
 from pyckpt.convert.stored import stored
 from pyckpt.dcp.objects import load_file
@@ -29,7 +29,6 @@ from pyckpt.engine import Engine
 from pyckpt.errors import LoadError
 from pyckpt.format import commit
 from pyckpt.optim.places import Resolver
-from pyckpt.train.state import values
 from pyckpt.train.store.pieces import Direct
 
 __all__ = ["Repair", "repair_optimizer"]
@@ -109,7 +108,7 @@ def repair_optimizer(
         return repairs
     with stored(source, scratch=scratch, direct=direct, engine=engine) as found:
         _Repairer(source, optimizer, {}).repair(found.state)
-        tree = {name: values.encode(one, name) for name, one in found.state.items()}
+        tree = as_saved(found.state, found.tree)
         write(tree, target, overwrite=out is None, direct=direct, engine=engine)
     return repairs
 
