@@ -199,6 +199,47 @@ def test_numbers_and_shapes(tmp_path: Path) -> None:
     assert all(torch.equal(step, torch.tensor(3.0)) for step in steps_of(tmp_path / "old.pt"))
 
 
+def test_a_file_keeps_its_permissions_and_the_links_to_it(tmp_path: Path) -> None:
+    _, optimizer = trained()
+    file, link = tmp_path / "own.pt", tmp_path / "latest.pt"
+    torch.save({"optimizer": spoilt(optimizer)}, file)
+    file.chmod(0o600)
+    link.symlink_to(file.name)
+    repair_optimizer(link, out=tmp_path / "out.pt")
+    assert len(repair_optimizer(link)) == 4
+    assert link.is_symlink()
+    assert steps_of(file)[0].dtype == torch.float32
+    for one in (file, tmp_path / "out.pt"):
+        assert one.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_rounded_number_is_told(tmp_path: Path) -> None:
+    _, optimizer = trained()
+    state = optimizer.state_dict()
+    state["state"][0]["step"] = torch.tensor(2**24 + 1)
+    state["state"][1]["step"] = torch.tensor(2**24)
+    state["state"][2]["step"] = torch.tensor(float("nan"), dtype=torch.bfloat16)
+    torch.save({"optimizer": state}, tmp_path / "old.pt")
+    assert [one.wanted for one in repair_optimizer(tmp_path / "old.pt")] == [
+        "cpu float32, 16777217 rounded to 16777216.0",
+        "cpu float32",
+        "cpu float32",
+    ]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"state": {0: 7}, "param_groups": [{"params": [0], "lr": 1}]},
+        {"state": {}, "param_groups": [{"params": 5, "lr": 1}]},
+    ],
+)
+def test_a_malformed_optimizer(optimizer: dict[str, Any], tmp_path: Path) -> None:
+    torch.save({"optimizer": optimizer}, tmp_path / "old.pt")
+    with pytest.raises(LoadError, match="optimizer"):
+        repair_optimizer(tmp_path / "old.pt")
+
+
 def test_what_is_not_known_is_not_guessed(tmp_path: Path) -> None:
     _, optimizer = trained()
     state = spoilt(optimizer)
