@@ -7,18 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
 from pyckpt.convert.stored import stored
 from pyckpt.dcp.save import save_tree
 from pyckpt.dcp.save_planner import SavePlanner
+from pyckpt.dcp.whole import KEYS, VALUE, Whole
 from pyckpt.dcp.writer import DirectWriter
 from pyckpt.engine import Engine
 from pyckpt.errors import LoadError
 from pyckpt.statistics import WriteStatistics
 from pyckpt.train.state import values
+from pyckpt.train.state.saved import Tree
 from pyckpt.train.store.catalog import NOTE_KEY
 from pyckpt.train.store.pieces import Direct
 
-__all__ = ["copy_checkpoint", "existing_above", "write"]
+__all__ = ["as_saved", "copy_checkpoint", "existing_above", "write"]
 
 
 def copy_checkpoint(
@@ -56,12 +60,48 @@ def copy_checkpoint(
     scratch = existing_above(target)
     with stored(source, scratch=scratch, keys=keys, direct=direct, engine=engine) as found:
         state = {name: one for name, one in found.state.items() if name != NOTE_KEY}
+        saved = found.tree
         if key is not None:
-            state = state[key]
+            state, saved = state[key], saved[key]
             if not isinstance(state, dict):
                 raise LoadError(f"{source}: {key!r} is a single value, and no dict")
-        tree = {str(name): values.encode(one, str(name)) for name, one in state.items()}
+        tree = as_saved(state, saved)
         return write(tree, target, overwrite=overwrite, direct=direct, engine=engine)
+
+
+def as_saved(state: Mapping[Any, Any], saved: Tree) -> dict[str, Any]:
+    """Encode a state so that its items get the keys that they had, for who asks for these keys.
+
+    Stock takes apart what `values.encode` keeps whole, such as lists of dicts without tensors.
+
+    Args:
+        state: what a checkpoint holds.
+        saved: the tree of its items.
+    """
+    items = saved if isinstance(saved, dict) else {}
+    return {
+        str(name): _as_saved(one, items.get(str(name)), str(name)) for name, one in state.items()
+    }
+
+
+def _as_saved(value: Any, saved: Tree, name: str) -> Any:
+    if isinstance(saved, dict) and VALUE not in saved:
+        if isinstance(value, list) and all(isinstance(i, int) and i < len(value) for i in saved):
+            # Only an empty dict leaves no item.
+            return [
+                _as_saved(sub, saved[i], f"{name}.{i}") if i in saved else {}
+                for i, sub in enumerate(value)
+            ]
+        parts = {str(key): sub for key, sub in value.items()} if isinstance(value, dict) else {}
+        if parts.keys() == saved.keys() - {KEYS}:
+            keys = {KEYS: list(value)} if KEYS in saved else {}
+            return {
+                part: _as_saved(sub, saved[part], f"{name}.{part}") for part, sub in parts.items()
+            } | keys
+    encoded = values.encode(value, name)
+    if isinstance(saved, BytesStorageMetadata) and isinstance(encoded, dict | list):
+        return Whole(value)  # it was one item
+    return encoded
 
 
 def write(

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ __all__ = ["accelerate", "flat_groups", "lightning", "titan", "trainer"]
 
 _LOADERS = 8
 _MODEL = "pytorch_model_fsdp"
+_OF_ACCELERATE = re.compile(
+    r"((optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin)"
+    r"|((custom_checkpoint|random_states)_\d+\.pkl)"
+)
 
 
 # --- Lightning --------------------------------------------------------------------------------
@@ -125,24 +130,25 @@ def accelerate(contents: Contents, folder: Path, scratch: Path, stack: ExitStack
     contents.step = int(number[1]) if number is not None else None
     weights = _weights(contents, folder, scratch, stack)
     _add_optimizer(contents, folder, "optimizer.bin", weights, scratch, stack)
-    for i in range(1, _LOADERS):
+    for i in count(1):
         path = find_weights(folder, f"model_{i}")
-        if path is not None:
-            contents.add_model(read_weights(path), f"model_{i}")
-        if (folder / f"optimizer_{i}.bin").is_file():
-            contents.add_optimizer(_read(contents, folder / f"optimizer_{i}.bin"), f"optimizer_{i}")
-    for kind, stem, suffix in (
-        ("scheduler", "scheduler", ".bin"),
-        ("custom", "custom_checkpoint", ".pkl"),
-    ):
-        for i in range(_LOADERS):
-            # Accelerate numbers custom objects from 0, and gives others' first no number.
-            name = f"{stem}_{i}{suffix}" if i or kind == "custom" else f"{stem}{suffix}"
-            if (folder / name).is_file():
-                contents.add(kind if i == 0 else f"{kind}_{i}", _read(contents, folder / name))
+        if path is None:
+            break
+        contents.add_model(read_weights(path), f"model_{i}")
+    # Accelerate numbers custom objects from 0, and gives others' first no number.
+    further = _numbered(folder, "optimizer", ".bin", first=1)
+    schedulers = [folder / "scheduler.bin", *_numbered(folder, "scheduler", ".bin", first=1)]
+    custom = _numbered(folder, "custom_checkpoint", ".pkl")
+    for i, path in enumerate(further, start=1):
+        contents.add_optimizer(_read(contents, path), f"optimizer_{i}")
+    for kind, paths in (("scheduler", schedulers), ("custom", custom)):
+        for i, path in enumerate(paths):
+            if path.is_file():
+                contents.add(kind if i == 0 else f"{kind}_{i}", _read(contents, path))
     if (folder / "scaler.pt").is_file():
         contents.add("scaler", _read(contents, folder / "scaler.pt"))
-    states = [_read(contents, path) for path in _by_rank(folder, "random_states", ".pkl")]
+    generators = _by_rank(folder, "random_states", ".pkl")
+    states = [_read(contents, path) for path in generators]
     contents.add_ranks("rng", [_renamed_generators(contents, state) for state in states] or [{}])
     step = states[0].get("step", 0) if states else 0
     iteration = contents.step if folder.name.startswith("checkpoint_") else 0
@@ -154,6 +160,13 @@ def accelerate(contents: Contents, folder: Path, scratch: Path, stack: ExitStack
         "epochs and positions of dataloaders are not carried over; the program skips to its place "
         "in the data, as with Accelerate's own load_state"
     )
+    read = {path.name for path in (*further, *schedulers, *custom, *generators)}
+    read |= set() if (folder / "optimizer_0").is_dir() else {"optimizer.bin"}
+    contents.notes += [
+        f"{path.name} is not read"
+        for path in sorted(folder.iterdir())
+        if _OF_ACCELERATE.fullmatch(path.name) and path.name not in read
+    ]
 
 
 def _weights(contents: Contents, folder: Path, scratch: Path, stack: ExitStack) -> dict[str, Any]:
@@ -209,13 +222,13 @@ def _by_rank(folder: Path, stem: str, suffix: str) -> list[Path]:
     if alone.is_file():
         return [alone]
 
-    def numbered() -> Iterator[Path]:
-        number = 0
-        while (path := folder / f"{stem}_{number}{suffix}").is_file():
-            yield path
-            number += 1
+    return _numbered(folder, stem, suffix)
 
-    return list(numbered())
+
+def _numbered(folder: Path, stem: str, suffix: str, *, first: int = 0) -> list[Path]:
+    """Files with numbers, as long as there is a next one."""
+    paths = (folder / f"{stem}_{number}{suffix}" for number in count(first))
+    return list(takewhile(Path.is_file, paths))
 
 
 def _generators(contents: Contents, path: Path) -> dict[str, Any]:

@@ -123,14 +123,21 @@ def import_checkpoint(
         raise FileNotFoundError(2, "there is nothing to import", str(path))
     with ExitStack() as stack:
         contents = Contents("", named_by_order=named_by_order)
-        _Reader(contents, path, target, names or {}, leave_out, stack, direct, engine).read()
-        if chosen is None:
-            chosen = contents.step
+        reader = _Reader(contents, path, target, names or {}, leave_out, stack, direct, engine)
+        try:
+            reader.read()
+            if chosen is None and contents.step is not None:
+                chosen = step_of(contents.step)
+        except (AttributeError, LookupError, TypeError) as error:
+            raise LoadError(
+                f"{path} cannot be read as {contents.kind or 'a checkpoint'}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         if chosen is None and any(name.startswith("optimizer") for name in contents.objects):
             raise ValueError(
                 f"{path} does not tell its step; pass step= (on the command line --step)"
             )
-        chosen = step_of(chosen or 0)
+        chosen = chosen or 0
         where = target / pattern.name(chosen)
         said = note(chosen, final=False, metrics={})
         statistics = write(
@@ -284,7 +291,9 @@ class _Reader:
     def _add_entries(self, saved: Mapping[str, Any]) -> None:
         """Each entry under its usual name."""
         contents = self._contents
-        weights = None
+        weights = next(
+            (one for one in saved.values() if is_weights(one) and not is_optimizer(one)), None
+        )
         for key, value in saved.items():
             name = self._names.get(str(key), str(key))
             if name in contents.objects:
@@ -296,7 +305,6 @@ class _Reader:
             if is_optimizer(value):
                 contents.add_optimizer(value, name, weights)
             elif is_weights(value):
-                weights = value if weights is None else weights
                 contents.add_model(value, name)
             else:
                 contents.add(name, value)

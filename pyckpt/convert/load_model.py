@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from pyckpt.train.sync.ranks import Ranks
 __all__ = ["load_model"]
 
 _KEYS_SHOWN = 20
+_T = TypeVar("_T")
 
 
 def load_model(
@@ -58,8 +59,8 @@ def load_model(
     Args:
         module: its tensors are filled in place, in their dtypes and on their devices.
         path: a checkpoint, of pyckpt or of stock PyTorch; or a Checkpointer's directory, of which
-            the newest valid checkpoint is loaded; or an export: a folder of safetensors or
-            ``pytorch_model.bin``, or such a file.
+            the newest valid checkpoint is loaded, also if there is an export beside it; or an
+            export: a folder of safetensors or ``pytorch_model.bin``, or such a file.
         key: the name of the model in the checkpoint's state. A checkpoint whose state *is* a
             model's state dict needs none.
         missing: what to do about parameters that are not there: raise, or "keep" them.
@@ -85,11 +86,14 @@ def load_model(
     if not where.exists():
         raise FileNotFoundError(2, "there are no weights to load", str(where))
     weights = None if (where / commit.metadata_name()).exists() else _weights_at(where)
-    if weights is not None:
+    if weights is not None and not where.is_dir():
         return _load_files(module, weights, key, options)
     finder = Finder(where, direct, engine, naming)
     ranks = Ranks(process_group)
     try:
+        # An export among a run's checkpoints is older than the newest of them, or as old.
+        if weights is not None and not ranks.largest(int(finder.latest() is not None)):
+            return _load_files(module, weights, key, options)
         restorer = Restorer(finder._catalog, ranks, direct=direct, engine=engine)
         if not (where / commit.metadata_name()).exists():
             restorer.restore({key: module}, None, options, required=True)
@@ -134,7 +138,7 @@ def _load_bare(
         for name, place in paths(reader.read_metadata()).items()
     }
     if options.rename is not None:
-        saved = {options.rename(name): item for name, item in saved.items()}
+        saved = _renamed(saved, options.rename)
     shapes = {
         name: tuple(item.size) if isinstance(item, TensorStorageMetadata) else None
         for name, item in saved.items()
@@ -161,10 +165,19 @@ def _load_files(module: nn.Module, path: Path, key: str, options: LoadOptions) -
     start = time.perf_counter()
     saved = read_weights(path)
     if options.rename is not None:
-        saved = {options.rename(name): one for name, one in saved.items()}
+        saved = _renamed(saved, options.rename)
     live = _live(module, None)
     _add_tied(saved, live)
     kept, left = _compare(live, {name: tuple(one.shape) for name, one in saved.items()}, options)
+    complex_ones = [
+        name
+        for name, one in live.items()
+        if name not in kept and saved[name].is_complex() and not one.is_complex()
+    ]
+    if complex_ones:
+        raise LoadError(
+            f"complex values would lose their imaginary parts in {some(complex_ones, _KEYS_SHOWN)}"
+        )
     loaded, converted = [], []
     total = 0
     with torch.no_grad():
@@ -189,6 +202,20 @@ def _load_files(module: nn.Module, path: Path, key: str, options: LoadOptions) -
         bytes=total,
         seconds=time.perf_counter() - start,
     )
+
+
+def _renamed(saved: Mapping[str, _T], rename: Rename) -> dict[str, _T]:
+    """What is saved, by the names that the module has for it.
+
+    Raises:
+        LoadError: two names become one.
+    """
+    before: dict[str, str] = {}
+    for name in saved:
+        other = before.setdefault(rename(name), name)
+        if other != name:
+            raise LoadError(f"rename makes one name of {other!r} and {name!r}: {rename(name)!r}")
+    return {name: saved[old] for name, old in before.items()}
 
 
 def _copy_shard(one: DTensor, source: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from pyckpt.convert.contents import is_optimizer
-from pyckpt.convert.copying import existing_above, write
+from pyckpt.convert.copying import as_saved, existing_above, write
 from pyckpt.convert.frameworks import flat_groups
 from pyckpt.convert.stored import stored
 from pyckpt.dcp.objects import load_file
@@ -29,7 +29,6 @@ from pyckpt.engine import Engine
 from pyckpt.errors import LoadError
 from pyckpt.format import commit
 from pyckpt.optim.places import Resolver
-from pyckpt.train.state import values
 from pyckpt.train.store.pieces import Direct
 
 __all__ = ["Repair", "repair_optimizer"]
@@ -68,8 +67,10 @@ def repair_optimizer(
     A host key gets the dtype and shape in which its optimizer makes it, and is on the CPU. In a
     file of ``torch.save`` all other tensors are marked as saved from the CPU, too: torch's
     ``Optimizer.load_state_dict`` takes them to their parameters, and the host keys stay. The values
-    do not change. The new checkpoint takes the place of the old one when it is whole and durable;
-    if nothing is wrong, nothing is written, but for a file of its own, ``out``.
+    do not change; one that the dtype cannot hold is rounded, and its `Repair` tells both numbers.
+    The new checkpoint takes the place of the old one when it is whole and durable; if nothing is
+    wrong, nothing is written, but for a file of its own, ``out``. A link stays, and leads to the
+    new one; a file keeps its permissions.
 
     Args:
         path: a checkpoint's directory, of pyckpt or of stock PyTorch, or a file of ``torch.save``.
@@ -92,9 +93,9 @@ def repair_optimizer(
         OSError: a file cannot be read or written.
     """
     source = Path(path).expanduser()
-    target = source if out is None else Path(out).expanduser()
     if not source.exists():
         raise FileNotFoundError(2, "there is no checkpoint", str(source))
+    target = source.resolve() if out is None else Path(out).expanduser()
     if out is not None and target.exists() and not dry_run:
         raise FileExistsError(17, "there is something already", str(target))
     if source.is_file():
@@ -109,7 +110,7 @@ def repair_optimizer(
         return repairs
     with stored(source, scratch=scratch, direct=direct, engine=engine) as found:
         _Repairer(source, optimizer, {}).repair(found.state)
-        tree = {name: values.encode(one, name) for name, one in found.state.items()}
+        tree = as_saved(found.state, found.tree)
         write(tree, target, overwrite=out is None, direct=direct, engine=engine)
     return repairs
 
@@ -122,8 +123,8 @@ def _repair_file(source: Path, target: Path, kind: str | None, dry_run: bool) ->
 
     state = load_file(source, located=located)
     repairs = _Repairer(source, kind, devices).repair(state)
-    if not dry_run and (repairs or target != source):
-        write_torch(state, target)
+    if not dry_run and (repairs or target != source.resolve()):
+        write_torch(state, target, like=source)
     return repairs
 
 
@@ -147,7 +148,13 @@ class _Repairer:
         if not found:
             raise LoadError(f"{self._source} holds no state of an optimizer")
         for name, one in found:
-            self._repair_one(name, one)
+            try:
+                self._repair_one(name, one)
+            except (AttributeError, LookupError, TypeError) as error:
+                raise LoadError(
+                    f"{self._source}: {name or 'optimizer'} has a form that is not known: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
         return self._repairs
 
     def _repair_one(self, name: str, saved: Any) -> None:
@@ -187,7 +194,10 @@ class _Repairer:
             return
         number = value.item() if isinstance(value, torch.Tensor) else value
         entries[key] = torch.full(native.shape, number, dtype=native.dtype)
-        self._repairs.append(Repair(where, found, _said("cpu", entries[key])))
+        wanted, rounded = _said("cpu", entries[key]), entries[key].item()
+        if rounded != number and number == number:  # but for NaN
+            wanted += f", {number!r} rounded to {rounded!r}"
+        self._repairs.append(Repair(where, found, wanted))
 
     def _host_keys(
         self, label: str, group: Mapping[str, Any], entries: list[Mapping[str, Any]]

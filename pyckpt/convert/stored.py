@@ -22,6 +22,7 @@ from pyckpt.dcp.report import LoadReport, some
 from pyckpt.engine import Engine
 from pyckpt.errors import LoadError
 from pyckpt.format.paths import paths
+from pyckpt.train.state.saved import Tree, tree
 from pyckpt.train.store.catalog import reading
 from pyckpt.train.store.pieces import Direct
 
@@ -37,11 +38,13 @@ class Stored:
     Attributes:
         state: what was saved, in dicts and lists as it was then.
         report: of the load.
+        tree: its items, each at the path that it had in the state.
     """
 
-    def __init__(self, state: dict[str, Any], report: LoadReport) -> None:
+    def __init__(self, state: dict[str, Any], report: LoadReport, tree: Tree) -> None:
         self.state = state
         self.report = report
+        self.tree = tree
 
 
 @contextmanager
@@ -100,7 +103,7 @@ def stored(
             state = dict.fromkeys(wanted)
             create = _memory(file, large)
             report = load(state, reader=reader, allow=allow, create=create, no_dist=True)
-        yield Stored(state, report)
+        yield Stored(state, report, tree(metadata))
 
 
 def _memory(

@@ -22,6 +22,7 @@ __all__ = ["find_weights", "read_safetensors", "read_weights"]
 
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS.items()}
 _HEADER_MAX = 100_000_000  # that of the safetensors package
+_BYTES_MAX = (1 << 63) - 1
 _INDEX_MAX = 1 << 28
 _NAMES = ("model.safetensors", "pytorch_model.bin")
 
@@ -111,10 +112,33 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     tensors = {
         name: _tensor(storage, start, size, entry, name, path) for name, entry in header.items()
     }
+    _check_ranges(header, start, size, path)
     for name, other in (notes if isinstance(notes, dict) else {}).items():
         if name not in tensors and isinstance(other, str) and other in tensors:
             tensors[name] = tensors[other]
     return tensors
+
+
+def _check_ranges(header: Mapping[str, Any], start: int, size: int, path: Path) -> None:
+    """Check that the tensors fill the file, one after the other, as the safetensors package does:
+    of bytes that several tensors share, or none has, programs could make different things."""
+    at = 0
+    for (begin, end), name in sorted(
+        (tuple(entry["data_offsets"]), name) for name, entry in header.items()
+    ):
+        if begin != at:
+            raise CorruptCheckpoint(
+                f"{path}: {name!r} begins at byte {begin} of the tensors, and the one before it "
+                f"ends at {at}",
+                path=str(path),
+                key=name,
+                offset=start + begin,
+            )
+        at = end
+    if start + at != size:
+        raise CorruptCheckpoint(
+            f"{path} has {size} bytes, and its tensors end at {start + at}", path=str(path)
+        )
 
 
 def _parsed(data: bytes, path: Path) -> dict[str, Any]:
@@ -139,7 +163,10 @@ def _tensor(storage: Any, start: int, size: int, entry: Any, name: str, path: Pa
     dtype = _DTYPES.get(code)
     if dtype is None:
         raise ValueError(f"{path}: {name} is of the type {code!r}, which torch does not have")
-    if end - begin != math.prod(shape) * dtype.itemsize or start + end > size:
+    # torch counts elements, and steps from one to the next, in 64 bits, of empty tensors, too.
+    fits = math.prod(max(1, one) for one in shape) * dtype.itemsize <= _BYTES_MAX
+    count = math.prod(shape) * dtype.itemsize if fits else None
+    if count is None or end - begin != count or start + end > size:
         raise CorruptCheckpoint(
             f"{path} does not hold all of {name!r}", path=str(path), key=name, offset=start + begin
         )

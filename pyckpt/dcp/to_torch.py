@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,21 +45,25 @@ def to_torch(
     write_torch(load_all(path, allow=allow, direct=direct, engine=engine), Path(file))
 
 
-def write_torch(state: Any, target: Path) -> None:
+def write_torch(state: Any, target: Path, *, like: Path | None = None) -> None:
     """``torch.save``, into a file that takes its name when it is complete and on disk.
+
+    Args:
+        like: a file whose permissions the new one gets, and its owner where this process may give
+            files away; by default the file that is replaced, if there is one.
 
     Raises:
         OSError: it cannot be written.
     """
+    shown = like or target
+    found = shown.stat() if shown.exists() else None
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
     try:
         with os.fdopen(descriptor, "wb") as output:
             torch.save(state, output)
             output.flush()
             os.fsync(output.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
+        _permit(temporary, found)
         os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)
@@ -68,3 +73,15 @@ def write_torch(state: Any, target: Path) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def _permit(path: str, like: os.stat_result | None) -> None:
+    """Give a file the owner and the permissions of another, or those of any new file."""
+    if like is None:
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(path, 0o666 & ~mask)
+        return
+    with suppress(PermissionError):  # only root gives files away
+        os.chown(path, like.st_uid, like.st_gid)
+    os.chmod(path, like.st_mode & 0o777)

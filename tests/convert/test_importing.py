@@ -124,6 +124,36 @@ def test_parameters_get_names_by_order(tmp_path: Path) -> None:
     assert resumed(tmp_path / "names", 4) == job.to(4, 3)
 
 
+def test_the_order_of_a_files_entries_does_not_matter(tmp_path: Path) -> None:
+    job = Job()
+    job.to(1)
+    saved = {"step": 1, **dict(reversed(job.state_dicts().items()))}
+    torch.save(saved, tmp_path / "old.pt")
+    report = import_checkpoint(tmp_path / "old.pt", tmp_path / "run", named_by_order=True)
+    assert not report.notes
+    names = [name for name, _ in job.model.named_parameters()]
+    assert list(pyckpt.load(report.path)["optimizer"]["state"]) == names
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"pytorch-lightning_version": "2", "state_dict": 5},
+        {"pytorch-lightning_version": "2", "state_dict": {}, "optimizer_states": [{}]},
+        {"pytorch-lightning_version": "2", "state_dict": {}, "global_step": "9"},
+        {
+            "model": {"w": torch.ones(1)},
+            "optimizer": {"state": {}, "param_groups": [{"params": 5}]},
+        },
+    ],
+)
+def test_malformed_entries(saved: dict[str, Any], tmp_path: Path) -> None:
+    torch.save(saved, tmp_path / "old.pt")
+    with pytest.raises(LoadError, match=r"old\.pt cannot be read as"):
+        import_checkpoint(tmp_path / "old.pt", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_names_that_the_order_does_not_tell_are_not_guessed(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].requires_grad_(False)  # which of the three has no state cannot be seen
@@ -263,6 +293,14 @@ def safetensors(path: Path, header: Any, data: bytes) -> None:
         {"w": {"dtype": "F32", "shape": [4], "data_offsets": [-16, 0]}},
         {"w": {"dtype": "F32", "shape": [True, 4], "data_offsets": [0, 16]}},
         {"w": {"shape": [4], "data_offsets": [0, 16]}},
+        {"w": {"dtype": "F32", "shape": [0, 10**30], "data_offsets": [0, 0]}},
+        {"w": {"dtype": "F32", "shape": [0, 1 << 62, 1 << 62], "data_offsets": [0, 0]}},
+        {
+            "a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
+            "b": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]},
+        },
+        {"after a hole": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}},
+        {"before a rest": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}},
         {"w": []},
         [],
         b"{",
@@ -402,6 +440,28 @@ def test_each_ranks_generators(tmp_path: Path) -> None:
     assert list(rng) == ["rank-00000-of-00002", "rank-00001-of-00002"]
     for own, state in zip(rng.values(), states, strict=True):
         assert torch.equal(own["torch"], state)
+
+
+def test_all_files_of_accelerate_are_read_or_named(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint_3"
+    folder.mkdir()
+    job = Job()
+    job.to(1)
+    torch.save(job.model.state_dict(), folder / "pytorch_model.bin")
+    torch.save(job.optimizer.state_dict(), folder / "optimizer.bin")
+    torch.save({"step": 3}, folder / "random_states_0.pkl")
+    for i in (*range(10), 11):
+        torch.save({"v": i}, folder / f"custom_checkpoint_{i}.pkl")
+    for name in ("sampler.bin", "dl_state_dict_1.bin", "scheduler_2.bin"):
+        torch.save({}, folder / name)
+    report = import_checkpoint(folder, tmp_path / "run")
+    assert pyckpt.load(report.path)["custom_9"] == {"v": 9}
+    assert [one for one in report.notes if one.endswith("is not read")] == [
+        "custom_checkpoint_11.pkl is not read",
+        "dl_state_dict_1.bin is not read",
+        "sampler.bin is not read",
+        "scheduler_2.bin is not read",
+    ]
 
 
 def test_nothing_there(tmp_path: Path) -> None:

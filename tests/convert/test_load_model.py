@@ -133,6 +133,32 @@ def test_names(run: Path, tmp_path: Path) -> None:
         pyckpt.load_model(model_of(0), run, key="net")
 
 
+def test_names_that_rename_makes_one(tmp_path: Path) -> None:
+    weights = {**model_of(1).state_dict(), "old.0.weight": torch.zeros(8, 4)}
+    torch.save(weights, tmp_path / "weights.bin")
+    pyckpt.save(weights, tmp_path / "bare")
+    for path in (tmp_path / "weights.bin", tmp_path / "bare"):
+        model = model_of(0)
+        with pytest.raises(LoadError, match=r"one name.*0\.weight"):
+            pyckpt.load_model(model, path, rename=lambda name: name.removeprefix("old."))
+        assert equal(model, model_of(0))
+
+
+def test_a_run_that_also_holds_an_export(run: Path) -> None:
+    pyckpt.export(run / "step-00000001", run)
+    model = model_of(0)
+    pyckpt.load_model(model, run)
+    assert equal(model, model_of(2))
+
+
+def test_complex_weights_of_a_real_module(tmp_path: Path) -> None:
+    torch.save({k: one * 1j for k, one in model_of(1).state_dict().items()}, tmp_path / "w.bin")
+    model = model_of(0)
+    with pytest.raises(LoadError, match="imaginary"):
+        pyckpt.load_model(model, tmp_path / "w.bin")
+    assert equal(model, model_of(0))
+
+
 def test_tied_weights(tmp_path: Path) -> None:
     def tied() -> nn.Module:
         model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import pyckpt
-from pyckpt import Checkpointer
-from pyckpt.convert import repair_optimizer
+from pyckpt import Checkpointer, DirectWriter
+from pyckpt.convert import copy_checkpoint, repair_optimizer
 from pyckpt.errors import LoadError
 
 
@@ -62,6 +63,64 @@ def test_a_checkpoint_is_put_right_in_its_place(stock: bool, tmp_path: Path) -> 
     moment = optimizer.state_dict()["state"][0]["exp_avg"]
     assert torch.equal(next(iter(loaded["optimizer"]["state"].values()))["exp_avg"], moment)
     assert repair_optimizer(path) == []
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_stock_loads_what_is_put_right_and_what_is_exported(stock: bool, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+
+    def state() -> dict[str, Any]:
+        weights, optim = get_state_dict(model, optimizer)
+        rest = {"plain": [{"a": 1}, {"b": [2]}], "tensors": [torch.ones(2), {"c": 3}, [4]]}
+        entry = {"by number": {0: {"x": 1}, 1: torch.ones(1)}, "scheduler": scheduler.state_dict()}
+        return {"model": weights, "optim": optim, **entry, **rest}
+
+    def keys(path: Path) -> Any:
+        metadata = dcp.FileSystemReader(path).read_metadata()
+        return metadata.planner_data, metadata.state_dict_metadata.keys()
+
+    spoiled = state()
+    for entries in spoiled["optim"]["state"].values():
+        entries["step"] = entries["step"].bfloat16()
+    path = tmp_path / "ckpt"
+    dcp.save(spoiled, checkpoint_id=path, storage_writer=None if stock else DirectWriter(path))
+    before = keys(path)
+    copy_checkpoint(path, tmp_path / "copy")
+    assert len(repair_optimizer(path)) == 4
+    for one in (path, tmp_path / "copy"):
+        assert keys(one) == before
+        loaded = state()
+        loaded["optim"]["param_groups"][0]["lr"] = loaded["scheduler"]["step_size"] = 7
+        dcp.load(loaded, checkpoint_id=one)
+        assert loaded["optim"]["param_groups"][0]["lr"] == 0.1
+        assert loaded["scheduler"]["step_size"] == 10
+
+
+def test_a_copy_keeps_what_pyckpt_saved_whole(tmp_path: Path) -> None:
+    state = {
+        "whole": {0: {"x": {}}, "y": [{"z": 1}], "set": {1}},
+        "apart": {0: torch.ones(2), 1: {2: (3, {})}},
+        "sparse": [torch.eye(2).to_sparse(), {"a": None}],
+        "groups": [{"params": [1], "lr": 0.1}],
+    }
+    pyckpt.save(state, tmp_path / "a")
+    copy_checkpoint(tmp_path / "a", tmp_path / "b")
+    one, other = (dcp.FileSystemReader(tmp_path / n).read_metadata() for n in "ab")
+    assert one.planner_data == other.planner_data
+    loaded = pyckpt.load(tmp_path / "b")
+    assert torch.equal(loaded["sparse"].pop(0).to_dense(), torch.eye(2))
+    assert torch.equal(loaded["apart"].pop(0), torch.ones(2))
+    del state["sparse"][0], state["apart"][0]
+    assert loaded == state
+
+
+def test_a_copy_of_lists_in_which_stock_forgot_empty_dicts(tmp_path: Path) -> None:
+    dcp.save({"a": [{"b": 1}, {}, {"c": {}, "d": 2}], "e": {}}, checkpoint_id=tmp_path / "a")
+    copy_checkpoint(tmp_path / "a", tmp_path / "b")
+    one, other = (dcp.FileSystemReader(tmp_path / n).read_metadata() for n in "ab")
+    assert one.planner_data == other.planner_data
+    assert pyckpt.load(tmp_path / "a") == pyckpt.load(tmp_path / "b")
 
 
 def test_out_leaves_the_checkpoint_alone(tmp_path: Path) -> None:
@@ -138,6 +197,47 @@ def test_numbers_and_shapes(tmp_path: Path) -> None:
     said = repair_optimizer(tmp_path / "old.pt")
     assert [one.found for one in said] == ["the number 3", "cpu float32 [1]"]
     assert all(torch.equal(step, torch.tensor(3.0)) for step in steps_of(tmp_path / "old.pt"))
+
+
+def test_a_file_keeps_its_permissions_and_the_links_to_it(tmp_path: Path) -> None:
+    _, optimizer = trained()
+    file, link = tmp_path / "own.pt", tmp_path / "latest.pt"
+    torch.save({"optimizer": spoilt(optimizer)}, file)
+    file.chmod(0o600)
+    link.symlink_to(file.name)
+    repair_optimizer(link, out=tmp_path / "out.pt")
+    assert len(repair_optimizer(link)) == 4
+    assert link.is_symlink()
+    assert steps_of(file)[0].dtype == torch.float32
+    for one in (file, tmp_path / "out.pt"):
+        assert one.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_rounded_number_is_told(tmp_path: Path) -> None:
+    _, optimizer = trained()
+    state = optimizer.state_dict()
+    state["state"][0]["step"] = torch.tensor(2**24 + 1)
+    state["state"][1]["step"] = torch.tensor(2**24)
+    state["state"][2]["step"] = torch.tensor(float("nan"), dtype=torch.bfloat16)
+    torch.save({"optimizer": state}, tmp_path / "old.pt")
+    assert [one.wanted for one in repair_optimizer(tmp_path / "old.pt")] == [
+        "cpu float32, 16777217 rounded to 16777216.0",
+        "cpu float32",
+        "cpu float32",
+    ]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"state": {0: 7}, "param_groups": [{"params": [0], "lr": 1}]},
+        {"state": {}, "param_groups": [{"params": 5, "lr": 1}]},
+    ],
+)
+def test_a_malformed_optimizer(optimizer: dict[str, Any], tmp_path: Path) -> None:
+    torch.save({"optimizer": optimizer}, tmp_path / "old.pt")
+    with pytest.raises(LoadError, match="optimizer"):
+        repair_optimizer(tmp_path / "old.pt")
 
 
 def test_what_is_not_known_is_not_guessed(tmp_path: Path) -> None:
