@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -78,7 +80,9 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="Convert floating point tensors, as to bfloat16.")
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of one file: 5GB, 512MiB.")] = "5GB",
+    max_shard_size: Annotated[
+        str | None, typer.Option(help="Of one file: 512MiB. Default: 5GB.")
+    ] = None,
     tied: Annotated[
         list[str] | None,
         typer.Option(help="NAME=OTHER: leave out NAME, which has OTHER's values.", metavar="N=O"),
@@ -87,23 +91,46 @@ def export(
         Path | None, typer.Option(help="A file to write as config.json beside the weights.")
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a checkpoint in OUT (--format dcp).")
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Replace a checkpoint in OUT (--format dcp), or the file OUT (--format torch "
+            "--all).",
+        ),
     ] = False,
     naming: Naming = None,
     as_json: AsJson = False,
 ) -> None:
     from pyckpt.convert.copying import copy_checkpoint
     from pyckpt.dcp.to_torch import to_torch
+    from pyckpt.format import metadata as metadata_format
+    from pyckpt.tools.contents import metadata_of
     from pyckpt.train.store.export import export as write_model
 
     if everything and key is not None:
         raise ValueError("--all and --key exclude each other")
+    if format == "dcp" or (format == "torch" and everything):
+        options = {
+            "--dtype": dtype,
+            "--max-shard-size": max_shard_size,
+            "--tied": tied,
+            "--config": config,
+        }
+        unused = [name for name, given in options.items() if given]
+        if unused:
+            how = f"--format {format}" + (" --all" if everything else "")
+            raise ValueError(f"{how} writes what was saved, and does not take {', '.join(unused)}")
     source = _checkpoint_at(checkpoint, naming)
     part = None if everything else key or "model"
     if format == "dcp":
         copy_checkpoint(source, out, key=part, overwrite=overwrite)
-        files = sorted(path for path in out.iterdir() if path.is_file())
+        written = metadata_format.data_files(metadata_of(out))
+        files = [*(out / name for name in sorted(written)), out / commit.metadata_name()]
     elif format == "torch" and everything:
+        if not overwrite and os.path.lexists(out):
+            raise FileExistsError(
+                errno.EEXIST, "a file is there already; replace it by --overwrite", str(out)
+            )
         to_torch(source, out)
         files = [out]
     else:
@@ -113,7 +140,7 @@ def export(
             format=format,
             key=part,
             dtype=_dtype(dtype),
-            max_shard_size=max_shard_size,
+            max_shard_size=max_shard_size or "5GB",
             tied=_pairs(tied or ()),
             config=config,
         )

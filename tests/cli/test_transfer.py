@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from _cli import pyckpt as command
 from _ranks import run_child
 from torch import nn
 
@@ -99,6 +100,37 @@ def test_all_formats(run: Path, model: nn.Module, tmp_path: Path) -> None:
         assert done.returncode == 2
         assert done.stderr.startswith("pyckpt: ")
         assert len(done.stderr.splitlines()) == 1
+
+
+def test_options_that_a_format_has_no_use_for_are_refused(run: Path, tmp_path: Path) -> None:
+    for how in (["--format", "dcp"], ["--format", "torch", "--all"]):
+        for more in (
+            ["--dtype", "bfloat16"],
+            ["--tied", "a=b"],
+            ["--config", "c.json"],
+            ["--max-shard-size", "1MB"],
+        ):
+            done = command("export", run, tmp_path / "out", *how, *more)
+            assert done.status == 2
+            assert more[0] in done.err
+            assert not (tmp_path / "out").exists()
+
+
+def test_an_export_names_its_own_files_and_replaces_none_unasked(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / "README").touch()
+    done = command("export", run, tmp_path / "dcp", "--format", "dcp", "--json")
+    names = [Path(name).name for name in done.json["files"]]
+    assert len(names) == 2
+    assert (names[0][:4], names[1]) == ("__0_", ".metadata")
+    file = tmp_path / "all.pt"
+    file.write_text("precious")
+    done = command("export", run, file, "--format", "torch", "--all")
+    assert done.status == 2
+    assert "--overwrite" in done.err
+    assert file.read_text() == "precious"
+    assert command("export", run, file, "--format", "torch", "--all", "--overwrite").status == 0
+    assert set(torch.load(file)) >= {"model", "optimizer"}
 
 
 @pytest.mark.slow
