@@ -257,10 +257,13 @@ def repair_optimizer(
 
 def _checkpoint_at(path: Path, naming: str | None) -> Path:
     """A checkpoint, given by its path, or by that of the run whose newest valid one it is."""
+    from pyckpt.errors import CorruptCheckpoint
     from pyckpt.train.finder import Finder
 
     if (path / commit.metadata_name()).exists() or not path.is_dir():
         return path
+    if commit.lost_metadata(os.listdir(path)):
+        raise CorruptCheckpoint(f"{path}: {commit.LOST_METADATA}", path=str(path))
     newest = Finder(path, "auto", None, naming).latest()
     if newest is None:
         raise FileNotFoundError(2, "no checkpoint, and no valid one in it", str(path))

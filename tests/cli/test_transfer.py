@@ -133,6 +133,13 @@ def test_an_export_names_its_own_files_and_replaces_none_unasked(run: Path, tmp_
     assert set(torch.load(file)) >= {"model", "optimizer"}
 
 
+def test_a_lost_metadata_file_is_said(run: Path, tmp_path: Path) -> None:
+    (run / "step-00000007" / ".metadata").unlink()
+    done = command("export", run / "step-00000007", tmp_path / "out")
+    assert done.status == 2
+    assert "bring it back" in done.err
+
+
 @pytest.mark.slow
 def test_as_a_program(run: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pyckpt", "export", run, tmp_path / "hf"]
