@@ -94,8 +94,7 @@ def export(
         bool,
         typer.Option(
             "--overwrite",
-            help="Replace a checkpoint in OUT (--format dcp), or the file OUT (--format torch "
-            "--all).",
+            help="Replace what is in the way, and not known to be an earlier export.",
         ),
     ] = False,
     naming: Naming = None,
@@ -143,6 +142,7 @@ def export(
             max_shard_size=max_shard_size or "5GB",
             tied=_pairs(tied or ()),
             config=config,
+            overwrite=overwrite,
         )
     sizes = {str(path): path.stat().st_size for path in files}
     if as_json:

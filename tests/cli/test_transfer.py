@@ -133,6 +133,25 @@ def test_an_export_names_its_own_files_and_replaces_none_unasked(run: Path, tmp_
     assert set(torch.load(file)) >= {"model", "optimizer"}
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["model-00001-of-00002.safetensors", "model.safetensors", "model.safetensors.index.json"],
+)
+def test_weights_of_others_are_not_replaced_unasked(run: Path, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "hf"
+    out.mkdir()
+    (out / name).write_bytes(b"precious")
+    done = command("export", run, out)
+    assert done.status == 2
+    assert name in done.err
+    assert [path.name for path in out.iterdir()] == [name]
+    assert (out / name).read_bytes() == b"precious"
+    assert command("export", run, out, "--overwrite", "--max-shard-size", "0.02KB").status == 0
+    assert len([*out.iterdir()]) == 3
+    assert command("export", run, out).status == 0  # its own files need no --overwrite
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+
+
 def test_a_lost_metadata_file_is_said(run: Path, tmp_path: Path) -> None:
     (run / "step-00000007" / ".metadata").unlink()
     done = command("export", run / "step-00000007", tmp_path / "out")
