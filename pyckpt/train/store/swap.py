@@ -138,7 +138,7 @@ def _is_marked(path: Path) -> bool:
                 notes = json.loads(file.read(min(length, _HEADER_MAX)))["__metadata__"]
             else:
                 return False  # files of torch.save have no place for it
-        return MARK.items() <= notes.items()
+        return bool(MARK.items() <= notes.items())
     # Whatever else it holds, it is none of ours.
     except (CorruptCheckpoint, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return False
