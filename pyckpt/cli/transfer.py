@@ -21,7 +21,7 @@ _SHOWN = 20
 # Not docstrings, whose lines typer would keep apart.
 _EXPORT = (
     "Write a checkpoint for other programs: its model, or all of it.\n\n"
-    "Each byte that has a checksum is checked. An earlier export of the same format is replaced "
+    "Each byte that has a checksum is checked. An earlier export as safetensors is replaced "
     "when the new one is whole."
 )
 _IMPORT = (
