@@ -12,6 +12,7 @@ from pyckpt.cli.output import (
     BAD,
     AsJson,
     counted,
+    damage_is_bad,
     finite,
     format_bytes,
     print_json,
@@ -44,12 +45,12 @@ def diff(
 ) -> None:
     """Compare two checkpoints: keys, shapes, dtypes and values, whatever their shards.
 
-    The answer is bad (exit status 1) if they differ by more than the tolerances allow, or if a
-    value of either is damaged.
+    The answer is bad (exit status 1) if they differ by more than the tolerances allow, or if
+    either is damaged.
     """
     from pyckpt.tools.comparing import compare
 
-    with progress_bar("comparing") as progress:
+    with damage_is_bad(), progress_bar("comparing") as progress:
         found = compare(
             a, b, pattern=key, atol=atol, rtol=rtol, only_metadata=metadata, progress=progress
         )

@@ -13,6 +13,7 @@ from pyckpt.cli.output import (
     AsJson,
     complain,
     counted,
+    damage_is_bad,
     finite,
     format_bytes,
     print_json,
@@ -54,11 +55,12 @@ def inspect(
     """Show the keys of a checkpoint with shapes, dtypes, shards, bytes and files; and who saved it.
 
     Nothing but the metadata is read, unless --stats is given. The answer is bad (exit status 1) if
-    there is no such key, or --stats finds damage.
+    there is no such key, the metadata or the value shown is damaged, or --stats finds damage.
     """
     from pyckpt.tools.contents import contents
 
-    found = contents(checkpoint, rank=rank)
+    with damage_is_bad():
+        found = contents(checkpoint, rank=rank)
     keys = found.matching(key)
     if key is not None and not keys:
         complain(f"{checkpoint} has no key {key!r}{_near(key, found)}")
@@ -74,7 +76,8 @@ def inspect(
     if as_json:
         print_json(_json(found, keys, numbers, parts=is_one))
     elif is_one:
-        _show_value(found, keys[0], numbers)
+        with damage_is_bad():
+            _show_value(found, keys[0], numbers)
     else:
         if key is None and top is None:
             _show_saved(found)

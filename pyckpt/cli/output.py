@@ -32,6 +32,7 @@ __all__ = [
     "complain",
     "console",
     "counted",
+    "damage_is_bad",
     "finite",
     "format_bytes",
     "format_seconds",
@@ -93,6 +94,18 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, right
 
 def _width(text: str) -> int:
     return len(text) if text.isascii() else cell_len(text)
+
+
+@contextmanager
+def damage_is_bad() -> Iterator[None]:
+    """Makes damage that the block meets the answer of a command, and no failure of it."""
+    from pyckpt.errors import CorruptCheckpoint
+
+    try:
+        yield
+    except CorruptCheckpoint as error:
+        complain(error)
+        raise typer.Exit(BAD) from None
 
 
 @contextmanager

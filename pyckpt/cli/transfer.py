@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,7 +21,7 @@ _SHOWN = 20
 # Not docstrings, whose lines typer would keep apart.
 _EXPORT = (
     "Write a checkpoint for other programs: its model, or all of it.\n\n"
-    "Each byte that has a checksum is checked. An earlier export of the same format is replaced "
+    "Each byte that has a checksum is checked. An earlier export as safetensors is replaced "
     "when the new one is whole."
 )
 _IMPORT = (
@@ -78,7 +80,9 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="Convert floating point tensors, as to bfloat16.")
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of one file: 5GB, 512MiB.")] = "5GB",
+    max_shard_size: Annotated[
+        str | None, typer.Option(help="Of one file: 512MiB. Default: 5GB.")
+    ] = None,
     tied: Annotated[
         list[str] | None,
         typer.Option(help="NAME=OTHER: leave out NAME, which has OTHER's values.", metavar="N=O"),
@@ -87,23 +91,45 @@ def export(
         Path | None, typer.Option(help="A file to write as config.json beside the weights.")
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a checkpoint in OUT (--format dcp).")
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Replace what is in the way, and not known to be an earlier export.",
+        ),
     ] = False,
     naming: Naming = None,
     as_json: AsJson = False,
 ) -> None:
     from pyckpt.convert.copying import copy_checkpoint
     from pyckpt.dcp.to_torch import to_torch
+    from pyckpt.format import metadata as metadata_format
+    from pyckpt.tools.contents import metadata_of
     from pyckpt.train.store.export import export as write_model
 
     if everything and key is not None:
         raise ValueError("--all and --key exclude each other")
+    if format == "dcp" or (format == "torch" and everything):
+        options = {
+            "--dtype": dtype,
+            "--max-shard-size": max_shard_size,
+            "--tied": tied,
+            "--config": config,
+        }
+        unused = [name for name, given in options.items() if given]
+        if unused:
+            how = f"--format {format}" + (" --all" if everything else "")
+            raise ValueError(f"{how} writes what was saved, and does not take {', '.join(unused)}")
     source = _checkpoint_at(checkpoint, naming)
     part = None if everything else key or "model"
     if format == "dcp":
         copy_checkpoint(source, out, key=part, overwrite=overwrite)
-        files = sorted(path for path in out.iterdir() if path.is_file())
+        written = metadata_format.data_files(metadata_of(out))
+        files = [*(out / name for name in sorted(written)), out / commit.metadata_name()]
     elif format == "torch" and everything:
+        if not overwrite and os.path.lexists(out):
+            raise FileExistsError(
+                errno.EEXIST, "a file is there already; replace it by --overwrite", str(out)
+            )
         to_torch(source, out)
         files = [out]
     else:
@@ -113,9 +139,10 @@ def export(
             format=format,
             key=part,
             dtype=_dtype(dtype),
-            max_shard_size=max_shard_size,
+            max_shard_size=max_shard_size or "5GB",
             tied=_pairs(tied or ()),
             config=config,
+            overwrite=overwrite,
         )
     sizes = {str(path): path.stat().st_size for path in files}
     if as_json:
@@ -230,10 +257,13 @@ def repair_optimizer(
 
 def _checkpoint_at(path: Path, naming: str | None) -> Path:
     """A checkpoint, given by its path, or by that of the run whose newest valid one it is."""
+    from pyckpt.errors import CorruptCheckpoint
     from pyckpt.train.finder import Finder
 
     if (path / commit.metadata_name()).exists() or not path.is_dir():
         return path
+    if commit.lost_metadata(os.listdir(path)):
+        raise CorruptCheckpoint(f"{path}: {commit.LOST_METADATA}", path=str(path))
     newest = Finder(path, "auto", None, naming).latest()
     if newest is None:
         raise FileNotFoundError(2, "no checkpoint, and no valid one in it", str(path))

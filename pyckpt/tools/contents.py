@@ -151,7 +151,9 @@ def _instead(directory: Path, names: list[str]) -> str:
     """What a directory is that has no metadata."""
     ranks = [name for name in names if _RANK_METADATA.fullmatch(name)]
     if ranks:
-        return f"each of {len(ranks)} ranks saved its own checkpoint here; choose one by --rank"
+        return (
+            f"each of {len(ranks)} ranks saved its own checkpoint here; inspect takes one by --rank"
+        )
     inner = [name for name in names if (directory / name / commit.metadata_name()).exists()]
     if inner:
         return f"this is no checkpoint, but it holds some, such as {inner[-1]}"

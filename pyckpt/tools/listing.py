@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,6 @@ from pyckpt.train.store.catalog import Catalog, DirectoryEntry
 from pyckpt.train.store.names import DEFAULT, Naming
 
 __all__ = ["Listed", "listing"]
-
-_NUMBER = re.compile(r"(.*?)(\d+)(\D*)")
 
 
 @dataclass(frozen=True)
@@ -94,8 +91,8 @@ def _why_none(path: Path) -> str:
             return error.strerror or str(error)
         is_saved = False
     if is_saved:
-        match = _NUMBER.fullmatch(path.name)
-        how = f": --naming '{match[1]}{{}}{match[3]}' lists it" if match is not None else ""
+        naming = Naming.of(path.name)
+        how = f": --naming '{naming.pattern}' lists it" if naming is not None else ""
         return f"a checkpoint of another name{how}"
     if path.is_symlink() and not path.exists():
         return "a link to nothing"

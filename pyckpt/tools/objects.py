@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pyckpt import _C
 from pyckpt.dcp import objects
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format.files import open_regular
@@ -20,10 +21,11 @@ _SHOWN = 60
 
 
 def read(directory: Path, key: str, part: Part) -> bytes:
-    """The bytes of an item that is no plain tensor.
+    """The bytes of an item that is no plain tensor. Its checksum is compared, where it has one.
 
     Raises:
-        CorruptCheckpoint: it has more than 256 MiB, or its file is too short.
+        CorruptCheckpoint: it has more than 256 MiB, its file is too short, or its bytes are not
+            those that were saved.
         OSError: the file cannot be read.
     """
     path = directory / part.file
@@ -34,6 +36,22 @@ def read(directory: Path, key: str, part: Part) -> bytes:
         data = file.read(part.length)
     if len(data) != part.length:
         raise CorruptCheckpoint(f"{key} lies beyond the end of {path}", key=key, path=str(path))
+    # The checksum of what an extension of DCP has transformed is not known to be of these bytes.
+    if part.crc32 is not None and not part.transformed:
+        assert part.payload_offset is not None
+        assert part.payload_length is not None
+        end = part.payload_offset + part.payload_length
+        found = _C.crc32(data[part.payload_offset : end])
+        if found != part.crc32:
+            raise CorruptCheckpoint(
+                f"{key} in {path} at {part.offset}: CRC-32 expected {part.crc32:#010x}, found "
+                f"{found:#010x}",
+                key=key,
+                path=str(path),
+                offset=part.offset,
+                expected=part.crc32,
+                found=found,
+            )
     return data
 
 

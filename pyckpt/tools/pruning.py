@@ -120,13 +120,17 @@ def _obstacle(path: Path, checkpoint: CheckpointInfo | None) -> str:
     """Why a directory must not be removed; empty if it may be."""
     if path.is_symlink():
         return "a link to another directory"
-    names = os.listdir(path)
+    with os.scandir(path) as found:
+        names = {entry.name: entry.is_file(follow_symlinks=False) for entry in found}
     ours = {commit.metadata_name(), commit.REMOVED}
     if checkpoint is not None:
         ours.update(checkpoint.files)
     foreign = sorted(name for name in names if name not in ours and not commit.is_part(name))
     if foreign:
         return f"it also holds {foreign[0]}, which no save has written"
+    odd = sorted(name for name, is_file in names.items() if not is_file)
+    if odd:
+        return f"it also holds {odd[0]}, which is no regular file"
     if any(is_claimed(path / name) for name in names if name.endswith(".distcp")):
         return "a save is writing to it"
     return ""

@@ -51,16 +51,16 @@ class Value(NamedTuple):
     parts: list[Part]
 
 
-def values(metadata: Metadata) -> Iterator[Value]:
-    """All values but the note of a `Checkpointer`, in the order of the metadata."""
+def values(metadata: Metadata, *, with_note: bool = False) -> Iterator[Value]:
+    """All values in the order of the metadata; the note of a `Checkpointer` if ``with_note``."""
     columns = columns_of(metadata)
     if columns is not None:
         for number in range(len(columns)):
-            if columns.name(number) != NOTE_KEY:
+            if with_note or columns.name(number) != NOTE_KEY:
                 yield _of_columns(columns, number)
         return
     for key in metadata.state_dict_metadata:
-        if key != NOTE_KEY:
+        if with_note or key != NOTE_KEY:
             yield value(metadata, key)
 
 

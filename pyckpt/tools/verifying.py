@@ -17,7 +17,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -53,6 +53,8 @@ _BATCH_BYTES = 16 << 20
 _WHOLE_MAX = 256 << 10
 """Items of at most so many bytes are read as a whole, with what is around the values."""
 _SMALL = 64 << 10
+_AROUND_MAX = 64 << 10
+"""More bytes than an archive has before the values of its only tensor, or behind them."""
 _FILES_MAX = 64
 _AT_A_TIME = 3
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
@@ -223,7 +225,7 @@ class _Work:
         """The parts that can be read, in the order of the files."""
         ends = {name: self._end_of(name, size) for name, size in self._sizes.items()}
         items = []
-        for key, dtype, _, parts in values(self._metadata):
+        for key, dtype, _, parts in values(self._metadata, with_note=True):
             for part in parts:
                 end = ends[part.file]
                 if end is None or part.offset + part.length <= end:
@@ -295,6 +297,10 @@ class _Work:
                 assert part.payload_offset is not None
                 assert part.payload_length is not None
                 begin, length = part.payload_offset, part.payload_length
+                around = max(begin, part.length - begin - length)
+                if around > _AROUND_MAX and part.length > _WHOLE_MAX:
+                    # They might not fit into the memory of a batch.
+                    self._damage(key, part, f"{around} bytes around its values are no archive's")
                 yield _Item(key, part, dtype, begin, length, part.crc32)
             elif part.length <= _WHOLE_MAX:
                 yield _Item(key, part, dtype, 0, part.length, None)
@@ -507,10 +513,10 @@ def _ranges(
     if part.length <= _WHOLE_MAX:
         yield 0, part.length, "whole"
         return
-    if item.begin and part.crc32 is not None:
+    if 0 < item.begin <= _AROUND_MAX and part.crc32 is not None:
         yield 0, item.begin, "prefix"
     yield item.begin, item.length, "payload"
-    if end < part.length and part.crc32 is not None:
+    if 0 < part.length - end <= _AROUND_MAX and part.crc32 is not None:
         yield end, part.length - end, "suffix"
 
 
@@ -533,7 +539,8 @@ def _layout_of(item: _Item) -> Layout | None:
 def below(directory: str | os.PathLike[str]) -> list[tuple[Path, int | None]]:
     """The checkpoints to verify for a path: itself, if it is one, or else the directories in it
     that are, whatever their names; each with a rank where every rank saved its own. Remains of
-    saves and removals that were interrupted are none.
+    saves and removals that were interrupted are none. A directory that this process may not list is
+    one, since it may hold a checkpoint.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -546,8 +553,14 @@ def below(directory: str | os.PathLike[str]) -> list[tuple[Path, int | None]]:
     with os.scandir(root) as entries:
         folders = sorted(entry.name for entry in entries if entry.is_dir() and entry.name != FOLDER)
     for name in folders:
-        with suppress(PermissionError):
-            found += _checkpoints(root / name, os.listdir(root / name))
+        try:
+            names = os.listdir(root / name)
+        except FileNotFoundError:
+            continue  # it was removed meanwhile
+        except PermissionError:
+            found.append((root / name, None))  # whose verification says so
+            continue
+        found += _checkpoints(root / name, names)
     if not found:
         raise FileNotFoundError(errno.ENOENT, "there is no checkpoint here", str(root))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,18 @@ def test_what_is_damaged_is_not_compared_and_the_rest_is(made: Path) -> None:
     assert "CRC-32" in one["why"]
     assert done.json["equal"] == 7
     assert "model.a.bias: model.a.bias in" in pyckpt("diff", made / "ours", made / "stock").out
+
+
+def test_equal_objects_are_not_equal_where_both_are_damaged(made: Path) -> None:
+    part = parts_of(made / "ours")["names"]
+    assert part.payload_offset is not None
+    flip(made / "ours", part, part.length // 2)
+    shutil.copytree(made / "ours", made / "again")
+    done = pyckpt("diff", made / "ours", made / "again", "--json")
+    assert done.status == 1
+    (one,) = done.json["differences"]
+    assert (one["key"], one["kind"]) == ("names", "not compared")
+    assert "CRC-32" in one["why"]
 
 
 def test_objects_are_compared_as_values(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from _cli import pyckpt
+from _cli import flip, parts_of, pyckpt
 from _hostile import described, place, saved, write
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
@@ -211,8 +211,19 @@ def test_what_is_no_checkpoint_is_said(made: Path, tmp_path: Path) -> None:
         done = pyckpt("inspect", path)
         assert done.status == 2
         assert why in done.err
-    (made / "ours" / ".metadata").unlink()
-    assert "bring it back" in pyckpt("inspect", made / "ours").err
+
+
+def test_damage_is_a_bad_answer(made: Path) -> None:
+    ours = made / "ours"
+    flip(ours, part := parts_of(ours)["names"], part.length // 2)
+    done = pyckpt("inspect", ours, "names")
+    assert done.status == 1
+    assert "CRC-32 expected" in done.err
+    (ours / ".metadata").unlink()
+    for command in (["inspect", ours], ["diff", ours, made / "stock"]):
+        done = pyckpt(*command)
+        assert done.status == 1
+        assert "bring it back" in done.err
 
 
 def test_metadata_that_claims_more_than_there_is_takes_no_memory(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -58,6 +59,7 @@ def test_other_entries_are_named_with_the_reason_why_they_are_none(made: Path) -
     (run / "logs").mkdir()
     (run / "latest").symlink_to("gone")
     os.mkfifo(run / "step-00000099")
+    shutil.copytree(made / "stock", run / "ckpt-0007")
     (made / "stock").rename(run / "checkpoint-7")
     done = pyckpt("ls", run, "--json")
     assert done.status == 0
@@ -68,7 +70,10 @@ def test_other_entries_are_named_with_the_reason_why_they_are_none(made: Path) -
         "latest": "a link to nothing",
         "step-00000099": "a file",
         "checkpoint-7": "a checkpoint of another name: --naming 'checkpoint-{}' lists it",
+        "ckpt-0007": "a checkpoint of another name: --naming 'ckpt-{:04d}' lists it",
     }
+    listed = pyckpt("ls", run, "--naming", "ckpt-{:04d}", "--json").json
+    assert [entry["name"] for entry in listed if entry["step"] == 7] == ["ckpt-0007"]
 
 
 def test_other_programs_names_are_listed_if_their_pattern_is_given(made: Path) -> None:

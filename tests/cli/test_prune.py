@@ -75,6 +75,17 @@ def test_what_is_not_ours_stays(made: Path) -> None:
     assert sorted(made.rglob("*")) == before
 
 
+def test_a_folder_named_as_a_save_names_its_files_stays(made: Path) -> None:
+    folder = made / "run" / "step-00000010" / "__0_mine.distcp"
+    folder.mkdir()
+    (folder / "precious").touch()
+    done = pyckpt("prune", made / "run", "--keep-last", 1, "--yes", "--json")
+    assert done.status == 0
+    why = {entry["step"]: entry["why"] for entry in done.json["entries"]}
+    assert why[10] == "it also holds __0_mine.distcp, which is no regular file"
+    assert (folder / "precious").exists()
+
+
 def test_damaged_checkpoints_stay_and_remains_of_older_saves_go(made: Path) -> None:
     run = made / "run"
     (file,) = (run / "step-00000010").glob("*.distcp")

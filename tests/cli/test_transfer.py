@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from _cli import pyckpt as command
 from _ranks import run_child
 from torch import nn
 
@@ -99,6 +100,63 @@ def test_all_formats(run: Path, model: nn.Module, tmp_path: Path) -> None:
         assert done.returncode == 2
         assert done.stderr.startswith("pyckpt: ")
         assert len(done.stderr.splitlines()) == 1
+
+
+def test_options_that_a_format_has_no_use_for_are_refused(run: Path, tmp_path: Path) -> None:
+    for how in (["--format", "dcp"], ["--format", "torch", "--all"]):
+        for more in (
+            ["--dtype", "bfloat16"],
+            ["--tied", "a=b"],
+            ["--config", "c.json"],
+            ["--max-shard-size", "1MB"],
+        ):
+            done = command("export", run, tmp_path / "out", *how, *more)
+            assert done.status == 2
+            assert more[0] in done.err
+            assert not (tmp_path / "out").exists()
+
+
+def test_an_export_names_its_own_files_and_replaces_none_unasked(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / "README").touch()
+    done = command("export", run, tmp_path / "dcp", "--format", "dcp", "--json")
+    names = [Path(name).name for name in done.json["files"]]
+    assert len(names) == 2
+    assert (names[0][:4], names[1]) == ("__0_", ".metadata")
+    file = tmp_path / "all.pt"
+    file.write_text("precious")
+    done = command("export", run, file, "--format", "torch", "--all")
+    assert done.status == 2
+    assert "--overwrite" in done.err
+    assert file.read_text() == "precious"
+    assert command("export", run, file, "--format", "torch", "--all", "--overwrite").status == 0
+    assert set(torch.load(file)) >= {"model", "optimizer"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model-00001-of-00002.safetensors", "model.safetensors", "model.safetensors.index.json"],
+)
+def test_weights_of_others_are_not_replaced_unasked(run: Path, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "hf"
+    out.mkdir()
+    (out / name).write_bytes(b"precious")
+    done = command("export", run, out)
+    assert done.status == 2
+    assert name in done.err
+    assert [path.name for path in out.iterdir()] == [name]
+    assert (out / name).read_bytes() == b"precious"
+    assert command("export", run, out, "--overwrite", "--max-shard-size", "0.02KB").status == 0
+    assert len([*out.iterdir()]) == 3
+    assert command("export", run, out).status == 0  # its own files need no --overwrite
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+
+
+def test_a_lost_metadata_file_is_said(run: Path, tmp_path: Path) -> None:
+    (run / "step-00000007" / ".metadata").unlink()
+    done = command("export", run / "step-00000007", tmp_path / "out")
+    assert done.status == 2
+    assert "bring it back" in done.err
 
 
 @pytest.mark.slow

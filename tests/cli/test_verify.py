@@ -13,10 +13,14 @@ from typing import Any
 import pytest
 import torch
 from _cli import flip, in_terminal, parts_of, pyckpt
+from _hostile import at, described, place, write
 
 import pyckpt as package
 from pyckpt.errors import CheckpointReplaced
 from pyckpt.tools import verifying
+from pyckpt.tools.contents import contents
+from pyckpt.tools.values import values
+from pyckpt.train.store.catalog import NOTE_KEY
 
 OLD = sorted((Path(__file__).parent.parent / "data" / "checkpoints").iterdir())
 
@@ -123,6 +127,54 @@ def test_damaged_or_lost_metadata_is_damage(made: Path) -> None:
     assert "CRC-32 of the metadata" in done.out
     name.unlink()
     assert pyckpt("verify", made / "ours").status == 1
+
+
+def test_the_note_of_a_checkpointer_is_verified(made: Path) -> None:
+    step = made / "run" / "step-00000010"
+    every = values(contents(step).metadata, with_note=True)
+    (part,) = (part for value in every if value.key == NOTE_KEY for part in value.parts)
+    with open(step / part.file, "rb") as file:
+        file.seek(part.offset)
+        flip(step, part, file.read(part.length).index(b'"loss": 0.1') + 8)
+    (found,) = pyckpt("verify", step, "--json").json
+    assert [damage["key"] for damage in found["damages"]] == [NOTE_KEY]
+
+
+@pytest.mark.parametrize("where", ["before", "behind"])
+def test_what_is_around_values_is_read_only_if_an_archive_has_so_much(
+    tmp_path: Path, where: str
+) -> None:
+    # More than the memory of a batch: it would never be read.
+    around = verifying._BATCH_BYTES + 1
+    begin = around if where == "before" else 0
+    info = place(0, around + 40, crc32=1, payload_offset=begin, payload_length=40)
+    write(tmp_path / "x", {"w": described((10,))}, {at("w", 0): info}, b"")
+    os.truncate(tmp_path / "x" / "__0_0.distcp", around + 40)
+    found = verifying.verify(tmp_path / "x")
+    assert [damage.key for damage in found.damages] == ["w"]
+    assert f"{around} bytes around" in found.damages[0].what
+    assert found.bytes == 40
+
+
+def test_a_directory_that_may_not_be_listed_is_not_left_out(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Permissions do not bind root, who may run the tests.
+    closed = made / "run" / "step-00000020"
+    (closed / ".metadata").unlink()
+    listdir = os.listdir
+
+    def refusing(path: Any) -> Any:
+        if Path(path) == closed:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refusing)
+    done = pyckpt("verify", made / "run")
+    assert done.status == 2
+    assert done.out.count(": good: ") == 2
+    assert f"{closed}: " in done.err
+    assert "Permission denied" in done.err
 
 
 def test_a_directory_of_checkpoints_is_verified_as_a_whole(made: Path) -> None:

@@ -25,6 +25,7 @@ from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format import commit
 from pyckpt.train.store import export as export_module
 from pyckpt.train.store import pieces, tensors
+from pyckpt.train.store.swap import MARK
 from pyckpt.train.store.tensors import _split
 
 FORMATS = ("safetensors", "torch")
@@ -265,7 +266,7 @@ def test_tied_weights(format: Any, tmp_path: Path) -> None:
     else:
         assert_same(found, model())
         header = file.read_bytes()[8 : 8 + int.from_bytes(file.read_bytes()[:8], "little")]
-        assert json.loads(header)["__metadata__"] == {"format": "pt", **tied}
+        assert json.loads(header)["__metadata__"] == {"format": "pt", **MARK, **tied}
     for wrong, match in (
         ({"half": "embed.weight"}, "not tied"),
         ({"absent": "half"}, "must name two tensors"),

@@ -23,7 +23,14 @@ from pyckpt.printable import rate_text
 from pyckpt.speaking import for_all
 from pyckpt.train.store.catalog import reading
 from pyckpt.train.store.model_files import copy, safetensors_file, torch_file
-from pyckpt.train.store.swap import CONFIG, new_file, put_in_place, temporary_directory
+from pyckpt.train.store.swap import (
+    CONFIG,
+    MARK,
+    new_file,
+    put_in_place,
+    refuse_others_files,
+    temporary_directory,
+)
 from pyckpt.train.store.tensors import ModelTensor, RenameTensors, TensorSource
 
 __all__ = ["export"]
@@ -46,6 +53,7 @@ def export(
     max_shard_size: int | str = "5GB",
     tied: Mapping[str, str] | None = None,
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    overwrite: bool = True,
     direct: Literal["auto", "require", "off"] = "auto",
     engine: Engine | None = None,
 ) -> list[Path]:
@@ -77,6 +85,8 @@ def export(
             named here are written in full.
         config: written as ``config.json`` beside the weights: a mapping, an object with
             ``to_dict()`` as transformers' configurations are, or the path of such a file.
+        overwrite: whether files are replaced that are not known to be an earlier export's. Of files
+            of format "torch" that is never known.
         direct: whether reading bypasses the page cache, as for `DirectReader`.
         engine: the memory and threads to use; by default those that everyone shares.
 
@@ -89,6 +99,7 @@ def export(
         ValueError: an argument is out of range, there are no tensors under ``key``, two tensors
             that ``tied`` pairs differ, or safetensors lacks the dtype.
         CorruptCheckpoint: bytes differ from those that were saved.
+        FileExistsError: ``overwrite`` is False, and there is such a file.
         OSError: a file cannot be read or written.
     """
     if format not in _FILES:
@@ -113,6 +124,8 @@ def export(
         names = _names(stem, suffix, len(shards))
         where = {tensor.name: i for i, shard in enumerate(shards) for tensor in shard}
         commit.make_directory(target, sync=True)
+        if not overwrite:
+            refuse_others_files(target, (stem, suffix))  # before the work, and once more after it
         with temporary_directory(target) as temporary:
             for i, shard in enumerate(shards):
                 here = {alias: name for alias, name in aliases.items() if where[name] == i}
@@ -131,7 +144,7 @@ def export(
                 names.insert(len(names) - 1, CONFIG)
                 with new_file(temporary / CONFIG) as file:
                     file.write(content_of_config)
-            put_in_place(temporary, target, names, (stem, suffix))
+            put_in_place(temporary, target, names, (stem, suffix), overwrite=overwrite)
     _logger.log(
         for_all(logging.INFO),
         "exported %s to %s in %.3g s (%s)",
@@ -152,7 +165,10 @@ def _names(stem: str, suffix: str, count: int) -> list[str]:
 def _index(shards: Sequence[Sequence[ModelTensor]], weights: Mapping[str, str]) -> bytes:
     """Which file has which tensor, as Hugging Face's loaders look for it."""
     content = {
-        "metadata": {"total_size": sum(tensor.nbytes for shard in shards for tensor in shard)},
+        "metadata": {
+            "total_size": sum(tensor.nbytes for shard in shards for tensor in shard),
+            **MARK,
+        },
         "weight_map": dict(sorted(weights.items())),
     }
     return json.dumps(content, indent=2).encode() + b"\n"

@@ -14,6 +14,7 @@ import torch
 
 from pyckpt import _C
 from pyckpt.train.store.archive import torch_layout
+from pyckpt.train.store.swap import MARK
 from pyckpt.train.store.tensors import ModelTensor
 
 __all__ = ["SAFETENSORS", "copy", "safetensors_file", "torch_file"]
@@ -47,7 +48,7 @@ def safetensors_file(
     https://github.com/huggingface/safetensors."""
     # The names that were left out, as safetensors' save_model lists them, so that a program can tie
     # them again.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **aliases}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **MARK, **aliases}}
     # Tensors of wide elements come first, so that all are aligned.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     places = []

@@ -7,7 +7,9 @@ that is killed leaves the old model, the new one, or files that do not load as a
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -17,12 +19,26 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format import commit
+from pyckpt.format.files import open_regular
 
-__all__ = ["CONFIG", "new_file", "put_in_place", "temporary_directory"]
+__all__ = [
+    "CONFIG",
+    "MARK",
+    "new_file",
+    "put_in_place",
+    "refuse_others_files",
+    "temporary_directory",
+]
 
 CONFIG = "config.json"
 """The file beside the weights that describes their model."""
+MARK = {"pyckpt.export": "written by pyckpt"}
+"""In the metadata of each file of safetensors, and of each index. Without it a file is not known to
+be an earlier export's."""
+
+_HEADER_MAX = 100 << 20
 
 
 @contextmanager
@@ -90,16 +106,61 @@ def _is_same_config(temporary: Path, target: Path, names: Sequence[str]) -> bool
         return False
 
 
+def _in_the_way(target: Path, kind: tuple[str, str]) -> list[str]:
+    """The files that an export replaces or removes, by their names."""
+    stem, suffix = kind
+    names = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{suffix}(\.index\.json)?")
+    return sorted(name for name in os.listdir(target) if names.fullmatch(name))
+
+
+def refuse_others_files(target: Path, kind: tuple[str, str]) -> None:
+    """Raise if an export would replace or remove a file that is not known to be of an export.
+
+    Raises:
+        FileExistsError: there is one.
+    """
+    for name in _in_the_way(target, kind):
+        if not _is_marked(target / name):
+            raise FileExistsError(
+                errno.EEXIST,
+                "a file that is not known to be an earlier export; replace it by overwrite",
+                str(target / name),
+            )
+
+
+def _is_marked(path: Path) -> bool:
+    try:
+        with open_regular(path) as file:
+            if path.suffix == ".json":
+                notes = json.loads(file.read(_HEADER_MAX))["metadata"]
+            elif path.suffix == ".safetensors":
+                length = int.from_bytes(file.read(8), "little")
+                notes = json.loads(file.read(min(length, _HEADER_MAX)))["__metadata__"]
+            else:
+                return False  # files of torch.save have no place for it
+        return bool(MARK.items() <= notes.items())
+    # Whatever else it holds, it is none of ours.
+    except (CorruptCheckpoint, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return False
+
+
 def put_in_place(
-    temporary: Path, target: Path, names: Sequence[str], kind: tuple[str, str]
+    temporary: Path,
+    target: Path,
+    names: Sequence[str],
+    kind: tuple[str, str],
+    *,
+    overwrite: bool = True,
 ) -> None:
     """Replace an earlier export by the files in ``temporary``. The last of ``names`` completes it:
-    the only file, or the index, for which loaders look."""
+    the only file, or the index, for which loaders look. Raises as `refuse_others_files`, unless
+    ``overwrite`` is given."""
     stem, suffix = kind
     single = f"{stem}.{suffix}"
-    ours = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{suffix}(\.index\.json)?")
     index = target / f"{single}.index.json"
     with _one_at_a_time(target):
+        if not overwrite:
+            refuse_others_files(target, kind)
         if len(names) > 1 and not _is_same_config(temporary, target, names):
             # New shards may have the names of old ones, and must not load by the old index. Nor
             # may old weights load with a new configuration.
@@ -112,7 +173,7 @@ def put_in_place(
         (temporary / names[-1]).replace(target / names[-1])
         commit.sync_directory(target)
         # An old index is removed before the files that it names.
-        old = [name for name in os.listdir(target) if ours.fullmatch(name) and name not in names]
+        old = [name for name in _in_the_way(target, kind) if name not in names]
         for name in sorted(old, key=lambda name: name != index.name):
             (target / name).unlink()
             if name == index.name:
