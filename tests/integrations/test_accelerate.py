@@ -60,6 +60,16 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     assert len(found) == 3 * EPOCH - 17
 
 
+@pytest.mark.parametrize("how", ["stateful", "skip"])
+def test_saved_again_before_the_first_batch(how: str, tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", how)
+    train(tmp_path / "first", how, stop=17)
+    run = Run(how, seed=1)
+    run.accelerator.load_state(tmp_path / "first")
+    run.accelerator.save_state(tmp_path / "second").wait()
+    assert train(tmp_path / "second", how, resume=True) == whole[17:]
+
+
 def test_leaving_an_epoch_ends_it(tmp_path: Path) -> None:
     def second_epoch(run: Run) -> list[float]:
         return [run.step(batch) for batch in run.loader]

@@ -38,6 +38,7 @@ class Position:
         self._batches = 0  # that the loader's own loader has given since then
         self._skip = 0  # batches of the next epoch to drop
         self._replay: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None
+        self._pending: dict[str, Any] | None = None  # what was loaded, until an epoch begins
         self._is_stateful = bool(getattr(loader, "use_stateful_dataloader", False))
         if self._is_stateful:
             loader.load_state_dict({})  # or its first epoch would have begun when it was prepared
@@ -65,6 +66,7 @@ class Position:
             return
         replay, self._replay = self._replay, None
         skip, self._skip = self._skip, 0
+        self._pending = None
         try:
             with nullcontext() if replay is None else self._order(replay[0]):
                 self._epoch, self._start = getattr(loader, "iteration", 0), self._generators()
@@ -147,6 +149,8 @@ class Position:
             return None
 
     def state_dict(self) -> dict[str, Any]:
+        if self._pending is not None:  # the loader itself does not know it yet
+            return self._pending
         loader = self._loader
         epoch = getattr(loader, "iteration", 0)
         own = {name: one.get_state() for name, one in self._own().items()}
@@ -171,8 +175,10 @@ class Position:
             loader.set_epoch(state["epoch"])
         self._set(state["generators"])
         self._epoch, self._replay = None, None
+        self._pending = None
         if "start" in state:
             self._replay = (state["start"], {})
+            self._pending = dict(state)
         self._skip = state.get("skip", 0)
         self._before = 0 if self._skip else state.get("examples", 0)
         if self._is_stateful:
@@ -191,7 +197,7 @@ class Position:
             LoadError: they are not, or it is not known which examples were used.
         """
         state = dict(states[0])
-        if state.pop("position", None) is None:
+        if state.pop("position", None) is None and state.pop("skip", None) is None:
             return state
         examples, size = state.get("examples"), self._examples_a_step()
         advice = f"load it on {len(states)}, or save at the end of an epoch"
