@@ -213,7 +213,50 @@ def test_other_data_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
 def test_an_earlier_run_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     start(tmp_path, 7)
     start(tmp_path, 2)
-    assert "step-00000005 is of an earlier run" in caplog.text
+    assert "newer checkpoints of an earlier run" in caplog.text
+    assert "steps 5" in caplog.text
+
+
+class Scripted(Trainer):
+    """Its evaluations find the losses that it was given, by their steps."""
+
+    script: dict[int, float]
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        metrics = {"eval_loss": self.script[self.state.global_step]}
+        self.log({**metrics})
+        return metrics
+
+
+def train_scripted(directory: Path, *script: float) -> list[str]:
+    """The checkpoints after a run that evaluates and saves each step, and keeps the last and the
+    best."""
+    trainer = make(
+        directory,
+        kind=Scripted,
+        eval_data=Data(4),
+        max_steps=len(script),
+        eval_strategy="steps",
+        eval_steps=1,
+        save_steps=1,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+    )
+    trainer.script = dict(enumerate(script, start=1))
+    trainer.train()
+    return names(directory)
+
+
+def test_one_that_was_the_best_goes(tmp_path: Path) -> None:
+    # Each is the best while the next one is saved.
+    assert train_scripted(tmp_path, 9, 10, 8, 10, 7, 10) == ["step-00000005", "step-00000006"]
+
+
+def test_checkpoints_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
+    earlier = train_scripted(tmp_path, 9, 9, 9, 9, 4, 5)
+    assert earlier == ["step-00000005", "step-00000006"]
+    found = train_scripted(tmp_path, 9, 1, 7, 6)
+    assert found == ["step-00000002", "step-00000004", *earlier]
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
