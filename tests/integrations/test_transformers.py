@@ -228,9 +228,9 @@ class Scripted(Trainer):
         return metrics
 
 
-def train_scripted(directory: Path, *script: float) -> list[str]:
-    """The checkpoints after a run that evaluates and saves each step, and keeps the last and the
-    best."""
+def train_scripted(directory: Path, limit: int, *script: float) -> list[str]:
+    """The checkpoints after a run that evaluates and saves each step, and keeps the last ones and
+    the best."""
     trainer = make(
         directory,
         kind=Scripted,
@@ -239,7 +239,7 @@ def train_scripted(directory: Path, *script: float) -> list[str]:
         eval_strategy="steps",
         eval_steps=1,
         save_steps=1,
-        save_total_limit=1,
+        save_total_limit=limit,
         load_best_model_at_end=True,
     )
     trainer.script = dict(enumerate(script, start=1))
@@ -249,14 +249,14 @@ def train_scripted(directory: Path, *script: float) -> list[str]:
 
 def test_one_that_was_the_best_goes(tmp_path: Path) -> None:
     # Each is the best while the next one is saved.
-    assert train_scripted(tmp_path, 9, 10, 8, 10, 7, 10) == ["step-00000005", "step-00000006"]
+    assert train_scripted(tmp_path, 1, 9, 10, 8, 10, 7, 10) == ["step-00000005", "step-00000006"]
 
 
 def test_checkpoints_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
-    earlier = train_scripted(tmp_path, 9, 9, 9, 9, 4, 5)
+    earlier = train_scripted(tmp_path, 2, 9, 9, 9, 9, 4, 5)
     assert earlier == ["step-00000005", "step-00000006"]
-    found = train_scripted(tmp_path, 9, 1, 7, 6)
-    assert found == ["step-00000002", "step-00000004", *earlier]
+    found = train_scripted(tmp_path, 2, 9, 1, 7, 6)
+    assert found == [f"step-{step:08d}" for step in (2, 3, 4)] + earlier
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
