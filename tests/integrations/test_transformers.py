@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from _huggingface import STEPS, At, Data, Interrupt, interrupt, kill, losses, make_model
+from _huggingface import EPOCH, STEPS, At, Data, Interrupt, interrupt, kill, losses, make_model
 from _huggingface import make_trainer as make
 from _ranks import Child, run_child
 from _training import damage
@@ -191,6 +191,30 @@ def test_a_signal_saves_and_stops(tmp_path: Path, whole: list[float]) -> None:
     assert signal.getsignal(signal.SIGTERM) == before
     assert names(tmp_path)[-1] == f"step-{trainer.state.global_step:08d}"
     assert losses(resume(tmp_path)) == whole
+
+
+@pytest.mark.parametrize("step", [7, EPOCH])
+def test_a_signal_is_not_the_end_of_an_epoch(tmp_path: Path, step: int) -> None:
+    """In the middle of one, nothing is evaluated, or saved again with other random numbers."""
+    arguments: dict[str, Any] = {
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "eval_data": Data(8),
+        "checkpointer": {"on_signals": ("SIGTERM",)},
+    }
+    expected = make(tmp_path / "whole", **arguments)
+    expected.train()
+    stop = At(step, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    stopped = make(tmp_path / "run", callbacks=[stop], **arguments)
+    stopped.train()
+    assert stopped.state.global_step == step
+    trainer = resume(tmp_path / "run", **arguments)
+    assert losses(trainer) == losses(expected)
+
+    def evaluated(trainer: Any) -> list[int]:
+        return [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+    assert evaluated(trainer) == evaluated(expected)
 
 
 def test_the_model_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

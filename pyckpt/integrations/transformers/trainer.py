@@ -248,8 +248,17 @@ class CheckpointerMixin:
         return {**found, _BEST: float(state.global_step) if is_best else math.nan}
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
         checkpointer, step = self._checkpointer, self._me.state.global_step
+        if (
+            checkpointer is not None
+            and checkpointer.stop_requested
+            and step in self._saved
+            and self._me.state.epoch % 1
+        ):
+            # The Trainer takes the stop for the end of the epoch, at a step that was saved for it.
+            # Evaluating draws random numbers that the resumed run is not to see.
+            self._me.control.should_evaluate = self._me.control.should_save = False
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
         if checkpointer is None:
             return
         if step > self._stepped:  # the end of an epoch is the same step again
