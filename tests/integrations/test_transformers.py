@@ -301,6 +301,8 @@ def test_what_is_no_checkpoint_of_a_trainer(tmp_path: Path) -> None:
         with pytest.raises(kind, match=what):
             trainer.train(resume_from_checkpoint=found)
 
+    with pytest.raises(LoadError, match="was not saved by a Trainer"):
+        get_last_checkpoint(other.parent)
     refused(str(other), LoadError, "was not saved by a Trainer")
     refused(str(other.parent), LoadError, "was not saved by a Trainer")
     refused(

@@ -66,6 +66,10 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     Returns:
         The path of the newest valid checkpoint, for ``resume_from_checkpoint``; None if there is
         none.
+
+    Raises:
+        LoadError: the newest was not saved by a Trainer.
+        OSError, PyckptError: it cannot be read, or the directory cannot.
     """
     found = _newest_of_both(Path(folder))
     return str(found.path) if isinstance(found, Source) else found
