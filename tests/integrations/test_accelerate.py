@@ -60,21 +60,42 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     assert len(found) == 3 * EPOCH - 17
 
 
-def test_leaving_an_epoch_ends_it(tmp_path: Path) -> None:
-    def second_epoch(run: Run) -> list[float]:
-        return [run.step(batch) for batch in run.loader]
+@pytest.mark.parametrize("how", ["stateful", "skip"])
+def test_saved_again_before_the_first_batch(how: str, tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", how)
+    train(tmp_path / "first", how, stop=17)
+    run = Run(how, seed=1)
+    run.accelerator.load_state(tmp_path / "first")
+    run.accelerator.save_state(tmp_path / "second").wait()
+    assert train(tmp_path / "second", how, resume=True) == whole[17:]
 
-    run = Run("stateful")
-    for batch in run.loader:
-        run.step(batch)
-        if run.count.n == 3:
-            break
-    run.accelerator.save_state(tmp_path)
-    expected = second_epoch(run)
-    run.accelerator.wait_for_saves()
-    other = Run("stateful")
+
+def leave(how: str, path: Path) -> Run:
+    """A run that leaves its second epoch after 5 batches, and saves then."""
+    run = Run(how)
+    for _ in range(2):
+        for batch in run.loader:
+            run.step(batch)
+            if run.count.n == EPOCH + 5:
+                break
+    run.accelerator.save_state(path).wait()
+    return run
+
+
+@pytest.mark.parametrize("how", ["stateful", "seedable stateful", "skip", "seedable skip"])
+def test_saved_after_the_loop_was_left(how: str, tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", how)
+    leave(how, tmp_path / "run")
+    assert train(tmp_path / "run", how, resume=True) == whole[EPOCH + 5 :]
+
+
+def test_an_epoch_that_was_left_and_is_not_resumed(tmp_path: Path) -> None:
+    """A program that ends its epochs early begins the next one, with or without a resume."""
+    run = leave("", tmp_path)
+    expected = [run.step(batch) for batch in run.loader]
+    other = Run("", seed=1)
     other.accelerator.load_state(tmp_path)
-    assert second_epoch(other) == expected
+    assert [other.step(batch) for batch in other.loader] == expected
 
 
 def test_numbered_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

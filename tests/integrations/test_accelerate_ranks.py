@@ -98,6 +98,7 @@ def examples_of_runs(path: Path, batch: int, *, save: bool) -> tuple[list[float]
     )
     if not save:
         accelerator.load_state(path)
+        accelerator.save_state(path / "again").wait()
     found: tuple[list[float], list[float]] = ([], [])
     for epoch in found:
         for number, examples in enumerate(loader):
@@ -135,6 +136,9 @@ def test_a_position_on_another_number_of_ranks(ranks: int, batch: int, tmp_path:
             for n in range(0, 3 * batch, batch)
         ]
     assert sorted(e for _, seen in found for e in seen) == [*range(48)]  # and the next is whole
+    # What was saved before the first batch is the same position, again on any number of ranks.
+    again, _ = resume_in_an_epoch(tmp_path / "again", 8)
+    assert sorted(again) == sorted(rest)
 
 
 def test_a_position_that_is_no_whole_number_of_steps(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from _huggingface import STEPS, At, Data, Interrupt, interrupt, kill, losses, make_model
+from _huggingface import EPOCH, STEPS, At, Data, Interrupt, interrupt, kill, losses, make_model
 from _huggingface import make_trainer as make
 from _ranks import Child, run_child
 from _training import damage
@@ -193,6 +193,30 @@ def test_a_signal_saves_and_stops(tmp_path: Path, whole: list[float]) -> None:
     assert losses(resume(tmp_path)) == whole
 
 
+@pytest.mark.parametrize("step", [7, EPOCH])
+def test_a_signal_is_not_the_end_of_an_epoch(tmp_path: Path, step: int) -> None:
+    """In the middle of one, nothing is evaluated, or saved again with other random numbers."""
+    arguments: dict[str, Any] = {
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "eval_data": Data(8),
+        "checkpointer": {"on_signals": ("SIGTERM",)},
+    }
+    expected = make(tmp_path / "whole", **arguments)
+    expected.train()
+    stop = At(step, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    stopped = make(tmp_path / "run", callbacks=[stop], **arguments)
+    stopped.train()
+    assert stopped.state.global_step == step
+    trainer = resume(tmp_path / "run", **arguments)
+    assert losses(trainer) == losses(expected)
+
+    def evaluated(trainer: Any) -> list[int]:
+        return [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+    assert evaluated(trainer) == evaluated(expected)
+
+
 def test_the_model_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = start(tmp_path, 12, save_only_model=True)
     keys = pyckpt.load(tmp_path / "step-00000010").keys()
@@ -213,7 +237,50 @@ def test_other_data_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
 def test_an_earlier_run_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     start(tmp_path, 7)
     start(tmp_path, 2)
-    assert "step-00000005 is of an earlier run" in caplog.text
+    assert "newer checkpoints of an earlier run" in caplog.text
+    assert "steps 5" in caplog.text
+
+
+class Scripted(Trainer):
+    """Its evaluations find the losses that it was given, by their steps."""
+
+    script: dict[int, float]
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        metrics = {"eval_loss": self.script[self.state.global_step]}
+        self.log({**metrics})
+        return metrics
+
+
+def train_scripted(directory: Path, limit: int, *script: float) -> list[str]:
+    """The checkpoints after a run that evaluates and saves each step, and keeps the last ones and
+    the best."""
+    trainer = make(
+        directory,
+        kind=Scripted,
+        eval_data=Data(4),
+        max_steps=len(script),
+        eval_strategy="steps",
+        eval_steps=1,
+        save_steps=1,
+        save_total_limit=limit,
+        load_best_model_at_end=True,
+    )
+    trainer.script = dict(enumerate(script, start=1))
+    trainer.train()
+    return names(directory)
+
+
+def test_one_that_was_the_best_goes(tmp_path: Path) -> None:
+    # Each is the best while the next one is saved.
+    assert train_scripted(tmp_path, 1, 9, 10, 8, 10, 7, 10) == ["step-00000005", "step-00000006"]
+
+
+def test_checkpoints_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
+    earlier = train_scripted(tmp_path, 2, 9, 9, 9, 9, 4, 5)
+    assert earlier == ["step-00000005", "step-00000006"]
+    found = train_scripted(tmp_path, 2, 9, 1, 7, 6)
+    assert found == [f"step-{step:08d}" for step in (2, 3, 4)] + earlier
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
@@ -234,6 +301,8 @@ def test_what_is_no_checkpoint_of_a_trainer(tmp_path: Path) -> None:
         with pytest.raises(kind, match=what):
             trainer.train(resume_from_checkpoint=found)
 
+    with pytest.raises(LoadError, match="was not saved by a Trainer"):
+        get_last_checkpoint(other.parent)
     refused(str(other), LoadError, "was not saved by a Trainer")
     refused(str(other.parent), LoadError, "was not saved by a Trainer")
     refused(

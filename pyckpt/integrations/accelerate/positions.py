@@ -33,11 +33,14 @@ class Position:
     def __init__(self, loader: Any) -> None:
         self._weak = weakref.ref(loader)
         self._epoch: int | None = None  # that began last
-        self._start: dict[str, torch.Tensor] | None = None  # generators, while an epoch goes on
+        # The generators when the epoch began; None once it has come to its end.
+        self._start: dict[str, torch.Tensor] | None = None
+        self._is_left = False  # the program has left the epoch before its end
         self._before = 0  # examples of the epoch that were used before the last resume
         self._batches = 0  # that the loader's own loader has given since then
         self._skip = 0  # batches of the next epoch to drop
         self._replay: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None
+        self._pending: dict[str, Any] | None = None  # what was loaded, until an epoch begins
         self._is_stateful = bool(getattr(loader, "use_stateful_dataloader", False))
         if self._is_stateful:
             loader.load_state_dict({})  # or its first epoch would have begun when it was prepared
@@ -65,27 +68,34 @@ class Position:
             return
         replay, self._replay = self._replay, None
         skip, self._skip = self._skip, 0
-        try:
-            with nullcontext() if replay is None else self._order(replay[0]):
-                self._epoch, self._start = getattr(loader, "iteration", 0), self._generators()
-                self._batches = 0
-                if replay is None:
-                    self._before = 0
-                batches = type(base).__iter__(base)
-                first = list(itertools.islice(batches, 1))  # with it, the order is drawn
-            for batch in itertools.chain(first, batches):
-                self._batches += 1
-                if self._batches <= skip:
-                    continue
-                if replay is not None:
-                    pyckpt.RngState().load_state_dict(replay[1])
-                    replay = None
+        pending, self._pending = self._pending, None
+        if pending and pending.get("is_left") and not self._is_stateful and self._loader is loader:
+            replay = None  # the program begins another epoch in place of the one that it left
+        with nullcontext() if replay is None else self._order(replay[0]):
+            epoch = self._epoch = getattr(loader, "iteration", 0)
+            self._start, self._is_left = self._generators(), False
+            self._batches = 0
+            if replay is None:
+                self._before = 0
+            batches = type(base).__iter__(base)
+            first = list(itertools.islice(batches, 1))  # with it, the order is drawn
+        for batch in itertools.chain(first, batches):
+            self._batches += 1
+            if self._batches <= skip:
+                continue
+            if replay is not None:
+                pyckpt.RngState().load_state_dict(replay[1])
+                replay = None
+            try:
                 yield batch
-            prepared = self._loader
-            if prepared is not None and prepared is not loader:
-                prepared.set_epoch(self._epoch + 1)
-        finally:
-            self._start = None  # also if the program leaves the loop
+            except GeneratorExit:
+                # Until the next epoch begins, a save is one of the position in this one.
+                self._is_left = True
+                raise
+        prepared = self._loader
+        if prepared is not None and prepared is not loader:
+            prepared.set_epoch(epoch + 1)
+        self._start = None
 
     def _generators(self) -> dict[str, torch.Tensor]:
         return {"torch": torch.get_rng_state()} | {
@@ -147,6 +157,8 @@ class Position:
             return None
 
     def state_dict(self) -> dict[str, Any]:
+        if self._pending is not None:  # the loader itself does not know it yet
+            return self._pending
         loader = self._loader
         epoch = getattr(loader, "iteration", 0)
         own = {name: one.get_state() for name, one in self._own().items()}
@@ -154,6 +166,7 @@ class Position:
             # In the body of the loop, at the last batch, the loader still counts the old epoch.
             return {"epoch": epoch + (epoch == self._epoch and self._ended()), "generators": own}
         state = {"epoch": self._epoch, "generators": own, "start": self._start}
+        state["is_left"] = self._is_left
         if self._is_stateful:
             state["position"] = loader.state_dict()
             size = self._examples_a_step()
@@ -170,9 +183,11 @@ class Position:
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(state["epoch"])
         self._set(state["generators"])
-        self._epoch, self._replay = None, None
+        self._epoch, self._replay, self._start = None, None, None
+        self._pending = None
         if "start" in state:
             self._replay = (state["start"], {})
+            self._pending = dict(state)
         self._skip = state.get("skip", 0)
         self._before = 0 if self._skip else state.get("examples", 0)
         if self._is_stateful:
@@ -191,7 +206,7 @@ class Position:
             LoadError: they are not, or it is not known which examples were used.
         """
         state = dict(states[0])
-        if state.pop("position", None) is None:
+        if state.pop("position", None) is None and state.pop("skip", None) is None:
             return state
         examples, size = state.get("examples"), self._examples_a_step()
         advice = f"load it on {len(states)}, or save at the end of an epoch"

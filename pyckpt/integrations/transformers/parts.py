@@ -70,6 +70,7 @@ class RunningLoss(TrainerCallback):  # type: ignore[misc]
         self._loaded = {"sum": state["sum"].clone(), "since": state["since"]}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._begin()
         if self._loaded is None:
             return
         # The Trainer has set its sums to zero.

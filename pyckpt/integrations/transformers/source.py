@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +23,7 @@ __all__ = [
     "source_at",
     "source_of",
     "step_of",
-    "tell_earlier_run",
 ]
-
-_logger = logging.getLogger("pyckpt")
 
 PART = "trainer"
 """The name in a checkpoint of what belongs to the Trainer itself."""
@@ -70,6 +66,10 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     Returns:
         The path of the newest valid checkpoint, for ``resume_from_checkpoint``; None if there is
         none.
+
+    Raises:
+        LoadError: the newest was not saved by a Trainer.
+        OSError, PyckptError: it cannot be read, or the directory cannot.
     """
     found = _newest_of_both(Path(folder))
     return str(found.path) if isinstance(found, Source) else found
@@ -82,17 +82,6 @@ def _newest_of_both(directory: Path) -> str | Source | None:
     step = -1 if theirs is None else int(theirs.rpartition("-")[2])
     ours = _newest_in(directory)
     return ours if ours is not None and ours.step >= step else theirs
-
-
-def tell_earlier_run(directory: Path) -> None:
-    """Training begins anew: log which checkpoint of an earlier run is in its way."""
-    found = Finder(directory, "auto", None).latest() if directory.is_dir() else None
-    if found is not None:
-        _logger.warning(
-            "training begins, and %s is of an earlier run; resume_from_checkpoint=True will "
-            "find it until this run saves a later step. Move it away to keep the two apart",
-            found.path,
-        )
 
 
 def step_of(path: Path) -> int | None:

@@ -25,10 +25,10 @@ from pyckpt.integrations.transformers.source import (
     source_at,
     source_of,
     step_of,
-    tell_earlier_run,
 )
 from pyckpt.train.state.app_state import AppState
 from pyckpt.train.store.catalog import directory_name
+from pyckpt.train.store.pruner import Protection
 
 __all__ = ["CheckpointerMixin", "Trainer"]
 
@@ -80,6 +80,8 @@ class CheckpointerMixin:
         self._rng: dict[str, Any] = {}
         self._stepped = 0  # the last step that the Checkpointer was told of
         self._saved: set[int] = set()
+        self._best: tuple[int, Protection] | None = None  # became the best after it was saved
+        self._resumed = False  # from a checkpoint in the directory of this run
         self._loss = RunningLoss(self)
         super().__init__(*args, **kwargs)
         _refuse_unsupported(self)
@@ -112,8 +114,6 @@ class CheckpointerMixin:
         elif resume_from_checkpoint:
             path = resume_from_checkpoint
             found = on_first(lambda: source_at(Path(path).expanduser()) or str(path))
-        elif self._me.args.save_strategy != "no":
-            on_first(lambda: tell_earlier_run(directory))
         with tempfile.TemporaryDirectory(prefix="pyckpt-resume-") as folder:
             self._folder = Path(folder)
             self._source = found if isinstance(found, Source) else None
@@ -180,6 +180,8 @@ class CheckpointerMixin:
         directory = self._me._get_output_dir(trial)
         self._stepped = 0
         self._saved = set()
+        self._best = None
+        self._resumed = False
         with pyckpt.Checkpointer(directory, **{**keep, **self._options}) as checkpointer:
             self._checkpointer = checkpointer
             try:
@@ -217,11 +219,19 @@ class CheckpointerMixin:
         best = me.state.best_global_step
         if best and (best == step or best in self._saved):
             me.state.best_model_checkpoint = str(checkpointer.directory / directory_name(best))
-        if best in self._saved and best != step:
-            checkpointer.protect(best)  # it became the best after it was saved
+        self._protect_best(checkpointer, best if best in self._saved and best != step else None)
         self._saved.add(step)
         checkpointer.save(step, self._state(), metrics=self._metrics())
         checkpointer.wait_staged()  # callbacks change parameters between steps, too
+
+    def _protect_best(self, checkpointer: pyckpt.Checkpointer, best: int | None) -> None:
+        """Keep the checkpoint of one step, which the retention does not know for the best."""
+        before = self._best
+        if best == (None if before is None else before[0]):
+            return
+        self._best = None if best is None else (best, checkpointer.protect(best))
+        if before is not None:
+            before[1].release()
 
     def _metrics(self) -> dict[str, float]:
         """The metrics of the evaluation at this step, if there was one."""
@@ -238,8 +248,17 @@ class CheckpointerMixin:
         return {**found, _BEST: float(state.global_step) if is_best else math.nan}
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
         checkpointer, step = self._checkpointer, self._me.state.global_step
+        if (
+            checkpointer is not None
+            and checkpointer.stop_requested
+            and step in self._saved
+            and self._me.state.epoch % 1
+        ):
+            # The Trainer takes the stop for the end of the epoch, at a step that was saved for it.
+            # Evaluating draws random numbers that the resumed run is not to see.
+            self._me.control.should_evaluate = self._me.control.should_save = False
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
         if checkpointer is None:
             return
         if step > self._stepped:  # the end of an epoch is the same step again
@@ -276,6 +295,7 @@ class CheckpointerMixin:
         exactly = None if source.any_older else source.step
         if self._checkpointer.directory == source.path.parent:
             step = self._checkpointer.restore(state, step=exactly, required=True)
+            self._resumed = True
         else:
             with pyckpt.Checkpointer(source.path.parent) as other:
                 step = other.restore(state, step=exactly, required=True)
@@ -285,6 +305,12 @@ class CheckpointerMixin:
         self._stepped = step
         # Until the first batch is there, the Trainer draws numbers.
         self._rng = pyckpt.RngState().state_dict()
+
+    def _begin(self) -> None:
+        """Training begins at the step of the Trainer's state. Tell the Checkpointer, which may not
+        have restored it: what the directory has of later steps is then of another run."""
+        if self._checkpointer is not None and not self._resumed:
+            self._checkpointer._begin_at(self._me.state.global_step)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._source is None:
