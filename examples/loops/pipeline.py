@@ -3,6 +3,7 @@
 A run can be resumed on another number of stages.
 """
 
+import os
 import sys
 
 import torch
@@ -14,7 +15,9 @@ import pyckpt
 
 dist.init_process_group()
 rank, world = dist.get_rank(), dist.get_world_size()
-device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+device = torch.device("cpu")
+if torch.cuda.is_available():
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 torch.manual_seed(0)
 layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4))).to(device)
 mine = range(rank * 4 // world, (rank + 1) * 4 // world)

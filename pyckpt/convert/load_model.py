@@ -237,16 +237,16 @@ def _live(module: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Any]:
 
 def _add_tied(saved: dict[str, torch.Tensor], live: Mapping[str, Any]) -> None:
     """Exports leave out names of tensors that have another name, too."""
-    by_place = {
-        (one.data_ptr(), tuple(one.shape)): name
+    # Views of one memory may begin alike and step otherwise.
+    places = {
+        name: (one.data_ptr(), one.shape, one.stride(), one.dtype)
         for name, one in live.items()
-        if name in saved and not isinstance(one, DTensor) and one.numel()
+        if not isinstance(one, DTensor) and one.layout is torch.strided and one.numel()
     }
-    for name, one in live.items():
-        if name not in saved and not isinstance(one, DTensor):
-            other = by_place.get((one.data_ptr(), tuple(one.shape)))
-            if other is not None:
-                saved[name] = saved[other]
+    by_place = {place: name for name, place in places.items() if name in saved}
+    for name, place in places.items():
+        if name not in saved and place in by_place:
+            saved[name] = saved[by_place[place]]
 
 
 def _compare(

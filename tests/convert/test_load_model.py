@@ -172,6 +172,17 @@ def test_tied_weights(tmp_path: Path) -> None:
     assert equal(one, other)
 
 
+def test_views_that_only_begin_alike_are_not_tied(tmp_path: Path) -> None:
+    model = nn.Module()
+    memory = torch.arange(8.0)
+    model.register_buffer("a", memory[:4])
+    model.register_buffer("b", memory[::2])
+    torch.save({"a": torch.ones(4)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(LoadError, match=r"not there \(1\): b"):
+        pyckpt.load_model(model, tmp_path)
+    assert torch.equal(memory, torch.arange(8.0))
+
+
 def test_nothing_to_load(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         pyckpt.load_model(model_of(0), tmp_path / "absent")

@@ -54,7 +54,8 @@ def leaves(value: Any) -> Any:
 
 def unfinished(path: Path) -> None:
     """What a save leaves that is killed before it is committed."""
-    path.mkdir(parents=True)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / ".saving").touch()
     (path / "__0_begun.distcp").write_bytes(b"a part")
     later = time.time() + 60
     os.utime(path, (later, later))  # Lightning takes the newest
@@ -119,6 +120,66 @@ def test_a_run_that_is_killed_at_a_commit_goes_on_by_the_same_command(
     assert killed.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL), killed.stderr
     again = subprocess.run(command, capture_output=True, text=True, check=True)
     assert again.stdout.split()[-2:] == ["from", str(first)]
+
+
+def test_the_newest_beside_is_the_one_of_the_latest_step(tmp_path: Path) -> None:
+    """Whatever was copied, exported or put there later; and no weights alone."""
+    (tmp_path / "c").mkdir()
+    for epochs in (1, 2):
+        fit(tmp_path / f"{epochs}", saves(tmp_path / f"{epochs}"), epochs=epochs)
+        shutil.copytree(
+            tmp_path / f"{epochs}/c/epoch={epochs - 1}.ckpt", tmp_path / f"c/{epochs}.ckpt"
+        )
+    third = ModelCheckpoint(tmp_path / "3", filename="weights", save_weights_only=True)
+    fit(tmp_path / "3", third, epochs=3)
+    shutil.copytree(tmp_path / "3/weights.ckpt", tmp_path / "c/weights.ckpt")
+    pyckpt.save({"other": torch.ones(1)}, tmp_path / "c/other.ckpt")
+    to_lightning(tmp_path / "c/1.ckpt", tmp_path / "c/export.ckpt")
+    torch.save(Module().state_dict(), tmp_path / "c/state.ckpt")
+    later = time.time() + 50
+    os.utime(tmp_path / "c/1.ckpt/.metadata", (later, later))
+    unfinished(tmp_path / "c/last.ckpt")
+
+    path = str(tmp_path / "c/last.ckpt")
+    callbacks = [saves(tmp_path, save_top_k=0)]  # whose directory it is
+    module = fit(tmp_path, *callbacks, epochs=3, ckpt_path=path)
+    assert min(module.losses) == 2 * BATCHES + 1
+    shutil.rmtree(tmp_path / "c/1.ckpt")
+    shutil.rmtree(tmp_path / "c/2.ckpt")
+    module = fit(tmp_path, *callbacks, epochs=3, ckpt_path=path)
+    assert min(module.losses) == BATCHES + 1  # the export, which is not the newest file
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["latest", "checkpoint"], "other files"),
+        (["__0_begun.distcp", "mine"], "no .metadata"),
+        (["__0_begun.distcp"], "no .metadata"),
+        ([".saving", "__0_begun.distcp", "mine"], "other files"),
+    ],
+)
+def test_a_directory_that_no_killed_save_has_left_is_refused(
+    tmp_path: Path, names: list[str], message: str
+) -> None:
+    fit(tmp_path, saves(tmp_path))
+    (tmp_path / "c/last.ckpt").mkdir()
+    for name in names:
+        (tmp_path / "c/last.ckpt" / name).touch()
+    with pytest.raises(LoadError, match=message):
+        fit(tmp_path, saves(tmp_path, save_last=True), epochs=2, ckpt_path="last")
+
+
+@pytest.mark.parametrize("names", [[], [".metadata.removed"]])
+def test_what_a_kill_at_the_beginning_or_in_a_removal_leaves_is_passed_over(
+    tmp_path: Path, names: list[str]
+) -> None:
+    fit(tmp_path, saves(tmp_path))
+    (tmp_path / "c/last.ckpt").mkdir()
+    for name in names:
+        (tmp_path / "c/last.ckpt" / name).touch()
+    again = fit(tmp_path, saves(tmp_path, save_last=True), epochs=2, ckpt_path="last")
+    assert min(again.losses) == BATCHES + 1
 
 
 def test_what_is_not_the_last_is_not_passed_over(tmp_path: Path) -> None:

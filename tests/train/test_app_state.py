@@ -737,3 +737,36 @@ def test_an_object_that_cannot_tell_its_state_is_named(value: Any, what: str) ->
     with pytest.raises(SaveError, match=rf"^data: state_dict\(\) of {what}") as error:
         AppState({"data": value}).state_dict()
     assert isinstance(error.value.__cause__, AttributeError)
+
+
+class Views(nn.Module):
+    """Buffers that are views of one memory: the first of them alone, or all."""
+
+    def __init__(self, *views: torch.Tensor) -> None:
+        super().__init__()
+        for i, view in enumerate(views):
+            self.register_buffer(f"b{i}", view)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda memory: memory[::2],
+        lambda memory: memory.view(torch.int16)[:4],
+        lambda memory: memory[:1].expand(4),
+    ],
+)
+def test_views_that_only_begin_alike_are_not_tied(tmp_path: Path, view: Any) -> None:
+    save({"model": Views(torch.ones(8)[:4])}, tmp_path)
+    memory = torch.arange(8.0)
+    with pytest.raises(LoadError, match="b1"):
+        load({"model": Views(memory[:4], view(memory))}, tmp_path)
+
+
+def test_a_tied_tensor_that_was_saved_under_one_name_is_reported(tmp_path: Path) -> None:
+    save({"model": Views(torch.ones(1, 4))}, tmp_path)
+    memory = torch.zeros(1, 4)
+    report = load({"model": Views(memory, memory.as_strided((1, 4), (9, 1)))}, tmp_path)
+    assert torch.equal(memory, torch.ones(1, 4))
+    assert report.loaded == ["model.b0", "model.b1"]
+    assert report.kept == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -10,6 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 LOOPS = Path(__file__).parents[2] / "examples/loops"
 STEPS = 20
@@ -117,6 +121,25 @@ def test_a_loop_goes_on_where_it_was_killed(
             assert loss == expected[step]
         else:  # the sums are of other parts
             assert loss == pytest.approx(expected[step], rel=1e-3)
+
+
+def test_a_pipeline_on_several_nodes_takes_the_gpu_of_its_own_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Moved(Exception):
+        pass
+
+    def to(module: nn.Module, device: torch.device) -> nn.Module:
+        raise Moved(str(device))
+
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(dist, "init_process_group", lambda: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(nn.Module, "to", to)
+    with pytest.raises(Moved, match="cuda:1"):
+        runpy.run_path(str(LOOPS / "pipeline.py"))
 
 
 def test_the_loops_are_those_that_are_tested() -> None:

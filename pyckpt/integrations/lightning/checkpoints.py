@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -102,6 +103,7 @@ class Checkpoints(Checkpoint):
         self._step = 0  # the last one that the Checkpointer was told of
         self._saved: int | None = None  # the last one that was saved or restored
         self._validated = False
+        self._is_over = False  # the state with which another run goes on is saved
         self._least: tuple[Any, Any] | None = None  # the Trainer's, while they are put aside
 
     # --- what Lightning asks of a checkpoint callback ---------------------------------------------
@@ -144,6 +146,7 @@ class Checkpoints(Checkpoint):
             return
         self._open(trainer)
         self._later, self._validated, self._saved = None, False, None
+        self._is_over = False
         self._step = trainer.global_step
         if self._restore and trainer.ckpt_path is None:
             self._resume(trainer)
@@ -174,8 +177,10 @@ class Checkpoints(Checkpoint):
         if trainer.is_last_batch or _validation_follows(trainer):
             return
         self._step_ended(trainer)
-        if _made_all_steps(trainer):
+        if _is_ending(trainer):
             self._save_unsaved(trainer)  # within the epoch, which may go on in a longer run
+            # Lightning validates when it is stopped. The run that is resumed does not do so here.
+            self._is_over = _is_stopped(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking or self._checkpointer is None:
@@ -183,9 +188,14 @@ class Checkpoints(Checkpoint):
         self._validated = True
         if not trainer.is_last_batch:
             self._step_ended(trainer)
+            if _is_ending(trainer):
+                self._save_unsaved(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_last_batch:  # training was stopped within the epoch
+            if _is_ending(trainer):  # by a hook that came after those of this callback
+                with _as_within_epoch(trainer):
+                    self._save_unsaved(trainer)
             return
         every, most = self._every_epochs, trainer.max_epochs
         done = trainer.current_epoch + 1
@@ -263,7 +273,7 @@ class Checkpoints(Checkpoint):
         step = trainer.global_step
         if self._checkpointer is None:
             return
-        if self._validated and self._keep_best is not None:
+        if self._validated and self._keep_best is not None and not self._is_over:
             self._save(trainer)
         self._validated = False
         if step <= self._step:  # gradients are being accumulated, or it was saved already
@@ -309,6 +319,30 @@ class Checkpoints(Checkpoint):
 
 def _made_all_steps(trainer: Trainer) -> bool:
     return trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
+
+
+def _is_ending(trainer: Trainer) -> bool:
+    """Whether training ends here, also within an epoch."""
+    return _made_all_steps(trainer) or _is_stopped(trainer)
+
+
+def _is_stopped(trainer: Trainer) -> bool:
+    """Whether Lightning ends training here, since something asked it to."""
+    return bool(trainer.should_stop and trainer.fit_loop._can_stop_early)
+
+
+@contextmanager
+def _as_within_epoch(trainer: Trainer) -> Iterator[None]:
+    """Have the loop count the epoch as one that goes on. Lightning counts one that was stopped as
+    processed, and a run that is resumed from that would skip the rest of it."""
+    progress = trainer.fit_loop.epoch_progress
+    for count in (progress.current, progress.total):
+        count.processed -= 1
+    try:
+        yield
+    finally:
+        for count in (progress.current, progress.total):
+            count.processed += 1
 
 
 def _validation_follows(trainer: Trainer) -> bool:

@@ -22,11 +22,10 @@ from torch.optim import Optimizer
 
 from pyckpt.dcp.load import load_all
 from pyckpt.dcp.reader import DirectReader
-from pyckpt.errors import LoadError
 from pyckpt.format.paths import paths
 from pyckpt.integrations.first import on_first
 from pyckpt.integrations.lightning.contents import module_state
-from pyckpt.integrations.lightning.strategies import look_at, refuse_shards
+from pyckpt.integrations.lightning.strategies import look_at, no_checkpoint, refuse_shards
 from pyckpt.train.path_saver import PathSaver
 from pyckpt.train.restorer import LoadOptions
 from pyckpt.train.state.modules import Replaced
@@ -78,10 +77,10 @@ class _Saving(_Strategy):
         path = Path(self.broadcast(path))
         self.wait()
         # The first rank looks: file systems of others may lag behind.
-        is_ours, is_unfinished = on_first(lambda: look_at(path))
-        if not is_ours:
-            if is_unfinished:
-                raise LoadError(f"{path} holds no checkpoint, or one whose save did not finish")
+        kind = on_first(lambda: look_at(path))
+        if kind != "ours":
+            if kind != "theirs":
+                raise no_checkpoint(path, kind)
             if not isinstance(self, _FSDP | _ModelParallel):
                 refuse_shards(path, self)
             return dict(super().load_checkpoint(path, state, strict, weights_only))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from pyckpt.dcp.load import load_all
 from pyckpt.errors import LoadError
 
-__all__ = ["as_lightning", "to_lightning"]
+__all__ = ["as_lightning", "is_of_training", "to_lightning"]
 
 
 def to_lightning(directory: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
@@ -64,6 +65,17 @@ def as_lightning(directory: str | os.PathLike[str]) -> dict[str, Any]:
     if len(ranks) == 1 and ranks[0]:
         checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = ranks[0]
     return checkpoint
+
+
+def is_of_training(file: str | os.PathLike[str]) -> bool:
+    """Whether a file is a checkpoint of Lightning's own from which training can go on, not one of
+    weights alone. Runs no code of the file."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            return any(b"optimizer_states" in archive.read(name) for name in names)
+    except zipfile.BadZipFile:
+        return False
 
 
 def _number(name: str) -> int:

@@ -21,12 +21,14 @@ from lightning.pytorch.strategies import SingleDeviceStrategy as _SingleDevice
 from pyckpt import optim
 from pyckpt.errors import LoadError
 from pyckpt.format import commit
+from pyckpt.format import metadata as metadata_format
 from pyckpt.integrations.first import on_first
 from pyckpt.integrations.lightning.contents import Contents, Handed, Later, Template
-from pyckpt.integrations.lightning.files import as_lightning
+from pyckpt.integrations.lightning.files import as_lightning, is_of_training
 from pyckpt.train.path_saver import PathSaver, is_checkpoint
 from pyckpt.train.restorer import LoadOptions
 from pyckpt.train.state.per_rank import Merge
+from pyckpt.train.store.catalog import note_of
 from pyckpt.train.store.removal import remove
 
 __all__ = ["DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "SingleDeviceStrategy"]
@@ -147,9 +149,9 @@ class _Saving(_Strategy):
         self.wait()  # it may be the one that is being saved
         path = Path(self.broadcast(checkpoint_path))
         # The first rank looks: file systems of others may lag behind.
-        self._is_loaded, is_unfinished = on_first(lambda: look_at(path))
+        kind = on_first(lambda: look_at(path))
         trainer = self._attached()
-        if is_unfinished:
+        if kind == "unfinished":
             instead = on_first(lambda: _newest_beside(path, trainer))
             if instead is None:
                 if trainer is not None and trainer.state.fn == "fit" and _is_last(path, trainer):
@@ -159,7 +161,7 @@ class _Saving(_Strategy):
                         path,
                     )
                     return _Nothing({"pytorch-lightning_version": lightning.__version__})
-                raise LoadError(f"{path} holds no checkpoint, or one whose save did not finish")
+                raise no_checkpoint(path, kind)
             _logger.warning(
                 "%s holds no complete checkpoint, since its save did not finish; the newest "
                 "complete one beside it is loaded: %s",
@@ -167,7 +169,10 @@ class _Saving(_Strategy):
                 instead,
             )
             path = instead
-            self._is_loaded = on_first(lambda: look_at(path)[0])
+            kind = on_first(lambda: look_at(path))
+        elif kind in ("foreign", "lost"):
+            raise no_checkpoint(path, kind)
+        self._is_loaded = kind == "ours"
         if not self._is_loaded:
             return self._load_stock(path, checkpoint_path, weights_only)
         if trainer is None:
@@ -255,10 +260,36 @@ class _Saving(_Strategy):
             saver.close()
 
 
-def look_at(path: Path) -> tuple[bool, bool]:
-    """Whether there is a checkpoint of pyckpt, and whether there is a directory that is none."""
-    is_ours = is_checkpoint(path) and not _is_stock(path)
-    return is_ours, not is_ours and path.is_dir() and not _is_stock(path)
+Kind = Literal["ours", "theirs", "unfinished", "lost", "foreign"]
+
+
+def look_at(path: Path) -> Kind:
+    """What is at a path.
+
+    - "ours": a checkpoint of pyckpt
+    - "theirs": a file, a sharded checkpoint of Lightning's own, or nothing on this machine
+    - "unfinished": what a save, or a removal, of ours leaves that was killed
+    - "lost": a checkpoint of pyckpt that has lost its metadata
+    - "foreign": a directory with files of others
+    """
+    if _is_stock(path) or not path.is_dir():
+        return "theirs"
+    if is_checkpoint(path):
+        return "ours"
+    names = os.listdir(path)
+    if commit.lost_metadata(names):
+        return "lost"
+    is_ours = all(commit.is_part(name) or name == commit.REMOVED for name in names)
+    return "unfinished" if is_ours else "foreign"
+
+
+def no_checkpoint(path: Path, kind: Kind) -> LoadError:
+    """The error for a directory that is no checkpoint."""
+    if kind == "lost":
+        return LoadError(f"{path} holds {commit.LOST_METADATA}")
+    if kind == "foreign":
+        return LoadError(f"{path} holds no checkpoint, but other files; give the path of one")
+    return LoadError(f"{path} holds no checkpoint, or one whose save did not finish")
 
 
 def refuse_shards(path: Path, strategy: Any) -> None:
@@ -289,14 +320,32 @@ def _newest_beside(path: Path, trainer: Trainer | None) -> Path | None:
     the last. It is when a save of the last one was killed that none would be found otherwise."""
     if not _is_last(path, trainer):
         return None
-    found = []
+    # Copying changes the times of files, but not the steps. Files may be exports, so they count
+    # only where there is no checkpoint of ours.
+    ours: list[tuple[int, int, Path]] = []
+    theirs: list[tuple[int, Path]] = []
     for one in path.parent.iterdir():
-        if one.suffix == path.suffix and not one.is_symlink():
-            is_ours, is_unfinished = look_at(one)
-            if not is_unfinished:
-                committed = one / commit.metadata_name() if is_ours else one
-                found.append((committed.stat().st_mtime_ns, one))
-    return max(found, default=(0, None))[1]
+        if one.suffix != path.suffix or one.is_symlink():
+            continue
+        kind = look_at(one)
+        if kind == "ours" and (step := _step_of(one)) is not None:
+            changed = (one / commit.metadata_name()).stat().st_mtime_ns
+            ours.append((step, changed, one))
+        elif kind == "theirs" and (one.is_dir() or is_of_training(one)):
+            theirs.append((one.stat().st_mtime_ns, one))
+    if ours:
+        return max(ours)[-1]
+    return max(theirs)[-1] if theirs else None
+
+
+def _step_of(path: Path) -> int | None:
+    """The step of a checkpoint of pyckpt; -1 if it does not say, None if training cannot go on from
+    it."""
+    metadata = metadata_format.read(path / commit.metadata_name())
+    if not any(key.startswith("rng.") for key in metadata.state_dict_metadata):
+        return None  # weights only, or none of a Trainer
+    note = note_of(path, metadata)
+    return -1 if note is None or note.step is None else note.step
 
 
 class _Nothing(dict[str, Any]):

@@ -161,6 +161,7 @@ class AppState:
         kept = [key for entry in plan.entries for key in entry.kept]
         return replace(
             report,
+            loaded=[*report.loaded, *(key for entry in plan.entries for key in entry.tied)],
             kept=[*report.kept, *plan.absent, *plan.kept, *plan.spared, *kept],
             unexpected=[
                 *report.unexpected,

@@ -32,6 +32,8 @@ class Entry(ABC):
         """The caller's function for keys of the checkpoint that have other names in the state."""
         self.kept: list[str] = []
         """Keys that stay as they are: the checkpoint lacks them, or has them in another shape."""
+        self.tied: list[str] = []
+        """Keys that hold what was saved under another key, since they share its tensor."""
         self.ignored: list[str] = []
         """Keys of the checkpoint that the object does not have."""
 

@@ -232,6 +232,7 @@ class ModuleEntry(Entry):
             )
         self.ignored += [f"{self.name}.{name}" for name in unexpected]
         tied = _tied(live, saved)
+        self.tied += [f"{self.name}.{name}" for name in live if name in tied]
         changed = [name for name in live if _has_other_shape(live[name][1], saved.get(name))]
         if self.policy.mismatched == "error":
             changed = []  # loading raises the error
@@ -321,12 +322,18 @@ def _tied(live: Mapping[str, tuple[str, Any]], saved: Mapping[str, Any]) -> set[
     }
 
 
-def _place(value: Any) -> tuple[int, torch.Size] | None:
-    """Where a tensor's values are; None if that does not tell it from others."""
+def _place(value: Any) -> Any:
+    """Which memory a tensor's elements are in, as something to compare; None if that does not tell
+    it from others. Views of one memory that begin alike, but step otherwise, are not tied."""
     local = value._local_tensor if isinstance(value, DTensor) else value
     if type(local) not in (torch.Tensor, nn.Parameter) or local.is_meta or is_special(local):
         return None
-    return (local.data_ptr(), value.shape) if local.data_ptr() else None
+    if not local.data_ptr():
+        return None
+    steps = sorted(zip(local.shape, local.stride(), strict=True))
+    # The stride of a dimension of one element says nothing.
+    covered = tuple((size, stride) for size, stride in steps if size != 1)
+    return local.data_ptr(), value.shape, local.dtype.itemsize, covered
 
 
 def _has_other_shape(value: Any, saved: Any) -> bool:
