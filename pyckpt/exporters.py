@@ -206,6 +206,11 @@ class Prometheus:
     def __call__(self, event: Event) -> None:
         self._numbers.take(event)
 
+    def describe(self) -> Iterator[Any]:
+        """For ``prometheus_client``: the names, by which it sees that two exporters share them."""
+        for sample in self._numbers.samples():
+            yield self._families[sample.kind](sample.name, sample.help)
+
     def collect(self) -> Iterator[Any]:
         """For ``prometheus_client``: the numbers now; none before the first event, which tells of
         which rank they are."""

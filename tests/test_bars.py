@@ -107,9 +107,9 @@ def test_a_load_and_an_export_have_bars(
 
         put = export.put_in_place
 
-        def put_seen(*arguments: Any) -> None:
+        def put_seen(*arguments: Any, **options: Any) -> None:
             terminal.wait_for(r"exporting …[^\n]*/a .*100% +1\.05 MB of 1\.05 MB")
-            put(*arguments)
+            put(*arguments, **options)
 
         monkeypatch.setattr(export, "put_in_place", put_seen)
         pyckpt.export(tmp_path / "a", tmp_path / "out")

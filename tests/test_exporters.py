@@ -178,6 +178,7 @@ def test_prometheus_reads_both(tmp_path: Path) -> None:
     registry = CollectorRegistry(auto_describe=True)
     shown = exporters.Prometheus(registry, {"job": "a"})
     written = exporters.PrometheusFile(tmp_path / "a.prom", {"job": "a"})
+    assert not generate_latest(registry), "before the first event it is not known of which rank"
     for event in some_events():
         shown(event)
         written(event)
