@@ -44,17 +44,22 @@ class Saves:
         """Wait until all processes have called a method, before anything that they do together.
 
         Raises:
-            RanksLost: one has not, after a time; or it was so before.
+            RanksLost: one has not, after a time, or has called another; or it was so before.
         """
         if self._lost is not None:
             raise self._lost
         if self._roll_call is None:
             return
-        missing = self._roll_call.assemble(
-            late=_LATE_SECONDS,
-            limit=patience.total_seconds(),
-            tell=lambda ranks: self._warn(method, ranks),
-        )
+        try:
+            missing = self._roll_call.assemble(
+                method,
+                late=_LATE_SECONDS,
+                limit=patience.total_seconds(),
+                tell=lambda ranks: self._warn(method, ranks),
+            )
+        except RanksLost as error:
+            self._lost = error
+            raise
         if missing:
             self._lost = RanksLost(
                 f"{method} was not called by {_named(missing)} within "

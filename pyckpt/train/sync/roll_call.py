@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from pyckpt.dcp.parts import host_name
+from pyckpt.errors import RanksLost
 
 __all__ = ["RollCall"]
 
@@ -58,16 +59,20 @@ class RollCall:
         self._tell(str(self._rank), f"{self.count} {host_name()}")
 
     def assemble(
-        self, *, late: float, limit: float, tell: Callable[[list[int]], object]
+        self, what: str, *, late: float, limit: float, tell: Callable[[list[int]], object]
     ) -> list[int]:
         """Come to the next meeting, and wait until all ranks have.
 
         Args:
+            what: the ranks are going to do, which has to be the same.
             late: seconds after which ``tell`` is called with the ranks that have not come.
             limit: seconds after which the wait ends.
 
         Returns:
             The ranks that have not come; empty if all have, or if that cannot be known.
+
+        Raises:
+            RanksLost: all have come, and not for the same. Raised on all ranks.
         """
         self.arrive()
         store = self._store
@@ -75,8 +80,12 @@ class RollCall:
             return []
         meeting = f"meeting {self.count}"
         try:
+            same = f"{meeting} for {what}"
+            store.add(same, 1)  # before the meeting, so that the last one to come knows of all
             if store.add(meeting, 1) == self._size:
-                store.set(f"{meeting} is complete", "")
+                is_same = store.add(same, 0) == self._size
+                store.set(f"{meeting} is complete", "same" if is_same else "other")
+                store.delete_key(same)
                 # All ranks have left the one before.
                 store.delete_key(f"meeting {self.count - 1}")
                 store.delete_key(f"meeting {self.count - 1} is complete")
@@ -88,6 +97,11 @@ class RollCall:
             with suppress(RuntimeError):  # the time is over
                 left = min(seconds, max(0.0, deadline - time.monotonic()))
                 store.wait([f"{meeting} is complete"], timedelta(seconds=max(0.001, left)))
+                if store.get(f"{meeting} is complete") == b"other":
+                    raise RanksLost(
+                        f"this process has called {what}, and another one something else: all "
+                        "processes have to make the same calls in the same order"
+                    )
                 return []
             missing = self._missing(self.count, wait=False)
             if seconds < limit and missing:
