@@ -57,9 +57,6 @@ class RemoteFolder:
     def __str__(self) -> str:
         return self.url
 
-    def __fspath__(self) -> str:
-        return self.url
-
     def path(self, name: str) -> str:
         """The address of an object, for messages."""
         return f"{self.url}/{name}"
@@ -108,10 +105,6 @@ class RemoteFolder:
             self._sizes = self._listed()
         found = self._sizes.get(name)
         return self._size_of(name) if found is None else found
-
-    def names(self) -> list[str]:
-        """What is there; empty if the store cannot tell."""
-        return list(self._listed())
 
     def _listed(self) -> dict[str, int]:
         import obstore

@@ -49,7 +49,6 @@ __all__ = [
     "note_of",
     "read_note",
     "reading",
-    "step_of",
 ]
 
 _logger = logging.getLogger("pyckpt")
@@ -62,8 +61,8 @@ _NAMES_SHOWN = 3
 _NOTE_MAX = 1 << 20
 
 
-directory_name, step_of = DEFAULT.name, DEFAULT.step_of
-"""The name of a step's checkpoint, and back, unless a Checkpointer was given other names."""
+directory_name = DEFAULT.name
+"""The name of a step's checkpoint, unless a Checkpointer was given other names."""
 
 
 def note(step: int, *, final: bool, metrics: Mapping[str, float]) -> str:
