@@ -5,6 +5,8 @@
 - commit: a save, from the call to the local commit, with a mirror in memory going on and without.
 - upload: a data file brought to a bucket, beside a bare multipart upload by obstore; and to another
   directory, beside a bare copy.
+- direct: a save into a bucket without a file in between, beside a bare multipart upload of the same
+  bytes from memory.
 - load: a checkpoint loaded from a bucket, beside bare parallel gets of its bytes, and beside stock
   over obstore's fsspec; and how many requests each makes.
 - faults: a mirror whose every request takes 200 ms more, and of which one in a hundred fails.
@@ -182,6 +184,63 @@ def measure_upload(report: Report, options: Options) -> None:
         unit="x",
     )
     measure_copy(report, options)
+
+
+# --- direct ---------------------------------------------------------------------------------------
+
+
+def measure_direct(report: Report, options: Options) -> None:
+    import obstore
+
+    size = min(options.size, STORE_SIZE_MAX)
+    state = large_state(size)
+    target = zeros_like(state)
+    with serving(BUCKET):
+        url = f"s3://{BUCKET}/direct"
+        bare = open_store(f"s3://{BUCKET}/bare")
+        pyckpt.save(state, url)
+        store = open_store(url)
+        listed = [one["path"] for page in obstore.list(store) for one in page]
+        (name,) = (path for path in listed if path.endswith(".distcp"))
+        data = bytes(obstore.get(store, name).bytes())
+
+        def check() -> None:
+            pyckpt.load(target, url)
+            must_equal(target, state, url)
+
+        samples = interleave(
+            [
+                Variant(
+                    "DirectWriter(url)",
+                    lambda: timed(lambda: pyckpt.save(state, url, overwrite=True)),
+                    check,
+                ),
+                Variant(
+                    "obstore.put",
+                    lambda: timed(
+                        lambda: obstore.put(
+                            bare, "file", data, chunk_size=8 * MIB, max_concurrency=4
+                        )
+                    ),
+                ),
+            ],
+            options.rounds,
+            before=lambda: None,
+            console=report.console,
+            title="direct",
+        )
+    report.add("direct", samples)
+    report.table(
+        f"Saving {size / MIB:,.0f} MiB into a bucket",
+        "direct",
+        {"seconds": gigabytes_per_second(size)},
+    )
+    report.target(
+        "a save into a bucket, over obstore's put of the same bytes",
+        report.ratio("direct", "obstore.put", "DirectWriter(url)"),
+        at_least=0.9,
+        unit="x",
+    )
 
 
 def measure_copy(report: Report, options: Options) -> None:
@@ -376,6 +435,7 @@ def measure_faults(report: Report, options: Options) -> None:
 SECTIONS: dict[str, Any] = {
     "commit": measure_commit,
     "upload": measure_upload,
+    "direct": measure_direct,
     "load": measure_load,
     "faults": measure_faults,
 }

@@ -41,11 +41,7 @@ std::shared_ptr<Region> Arena::allocate(size_t size, Kind kind, int pin_device) 
 }
 
 void Arena::reserve(size_t bytes, Kind kind, int pin_device, bool populate) {
-  struct Part {
-    std::shared_ptr<PinnedBuffer> buffer;
-    std::map<size_t, size_t> free;
-  };
-  std::vector<Part> parts;
+  std::vector<std::shared_ptr<PinnedBuffer>> buffers;
   {
     Lock lock(mutex_);
     grown_.wait(lock, [this]() REQUIRES(mutex_) { return !growing_; });
@@ -60,14 +56,26 @@ void Arena::reserve(size_t bytes, Kind kind, int pin_device, bool populate) {
       if (wanted > 0) add_segment(wanted, kind, pin_device);
     }
     for (const Segment& segment : segments_) {
-      if (segment.kind == kind) parts.push_back({segment.buffer, segment.free});
+      if (segment.kind == kind) buffers.push_back(segment.buffer);
     }
   }
-  for (const Part& part : parts) {
-    if (pin_device != kNoDevice) part.buffer->pin(pin_device);
-    if (!populate) continue;
-    for (const auto& [offset, size] : part.free) part.buffer->populate(offset, size);
+  if (pin_device != kNoDevice) {
+    for (const auto& buffer : buffers) buffer->pin(pin_device);
   }
+  if (!populate) return;
+  for (const Range& range : free_ranges(kind)) range.buffer->populate(range.offset, range.size);
+}
+
+std::vector<Arena::Range> Arena::free_ranges(Kind kind) const {
+  std::vector<Range> ranges;
+  const Lock lock(mutex_);
+  for (const Segment& segment : segments_) {
+    if (segment.kind != kind) continue;
+    for (const auto& [offset, size] : segment.free) {
+      ranges.push_back({segment.buffer, offset, size});
+    }
+  }
+  return ranges;
 }
 
 size_t Arena::held_bytes() const {
@@ -149,6 +157,8 @@ Arena::Segment* Arena::add_segment(size_t at_least, Kind kind, int pin_device) {
 }
 
 void Arena::give_back(Region* region) noexcept {
+  // In a child another thread of the parent may have held the mutex at the fork, for good.
+  if (::getpid() != process_) return;
   const Lock lock(mutex_);
   if (std::exchange(region->given_back_, true)) return;
   for (Segment& segment : segments_) {

@@ -1,10 +1,14 @@
 // Host memory for copies that outlive the call that made them.
 #pragma once
 
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <cstddef>
 #include <list>
 #include <map>
 #include <memory>
+#include <vector>
 
 #include "mutex.h"
 #include "pinned_buffer.h"
@@ -52,13 +56,14 @@ class Region {
 
 // Page-aligned memory in segments that are allocated, and registered with CUDA, once, and used by
 // one save after the other. Grows to its budget and never shrinks. Safe to call from any thread;
-// only `allocate` and `reserve` take long, and do not hold the others up meanwhile.
+// only `allocate` and `reserve` take long, and do not hold the others up meanwhile. In a forked
+// child its regions may go, and do nothing.
 //
 // First fit over free ranges that merge with their neighbours: states keep their shapes, so that a
 // save mostly finds the very ranges that the one before it gave back.
 class Arena : public std::enable_shared_from_this<Arena> {
  public:
-  explicit Arena(size_t max_bytes) : max_bytes_(max_bytes) {}
+  explicit Arena(size_t max_bytes) : max_bytes_(max_bytes), process_(::getpid()) {}
 
   enum class Kind { kPrivate, kShared };  // shared: other processes can map it
 
@@ -72,6 +77,14 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // Makes sure that, as far as the budget goes, so many bytes are free, in as large pieces as can
   // be. With `populate` their pages are there, too.
   void reserve(size_t bytes, Kind kind, int pin_device, bool populate);
+
+  // What is free of a kind.
+  struct Range {
+    std::shared_ptr<PinnedBuffer> buffer;
+    size_t offset;
+    size_t size;
+  };
+  std::vector<Range> free_ranges(Kind kind) const;
 
   size_t max_bytes() const { return max_bytes_; }
   size_t held_bytes() const;  // of all segments, and of one that is being made
@@ -92,6 +105,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void give_back(Region* region) noexcept;
 
   const size_t max_bytes_;
+  const pid_t process_;
 
   mutable Mutex mutex_;
   Condition grown_;

@@ -30,7 +30,7 @@ namespace {
 
 uint32_t crc32_of(const py::object& buffer, uint32_t crc) {
   const ContiguousBuffer view(buffer);
-  py::gil_scoped_release release;
+  GilRelease release;
   return crc32(crc, view.data(), view.size());
 }
 
@@ -101,11 +101,16 @@ void delete_engine(Engine* engine) {
   });
 }
 
-void prewarm(Engine& engine, size_t bytes, bool shared, const std::vector<int>& devices) {
+void prewarm(Engine& engine, size_t bytes, bool shared, const std::vector<int>& devices,
+             bool background) {
   const auto kind = shared ? Arena::Kind::kShared : Arena::Kind::kPrivate;
   const CurrentDevice current_device(!devices.empty());
-  py::gil_scoped_release release;
-  engine.prewarm(bytes, kind, devices);
+  GilRelease release;
+  if (background) {
+    engine.prewarm_later(bytes, kind, devices);
+  } else {
+    engine.prewarm(bytes, kind, devices);
+  }
 }
 
 }  // namespace
@@ -118,7 +123,7 @@ void register_engine(py::module_& module) {
            }),
            py::kw_only(), py::arg("slot_bytes"), py::arg("slots"), py::arg("io_threads"),
            py::arg("arena_bytes"))
-      .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>())
+      .def("close", &Engine::close, py::call_guard<GilRelease>())
       .def_property_readonly("closed", &Engine::closed)
       .def_property_readonly("arena_max_bytes",
                              [](Engine& engine) { return engine.arena().max_bytes(); })
@@ -127,7 +132,8 @@ void register_engine(py::module_& module) {
       .def_property_readonly("arena_used_bytes",
                              [](Engine& engine) { return engine.arena().used_bytes(); })
       .def("prewarm", &prewarm, py::arg("bytes"), py::kw_only(), py::arg("shared"),
-           py::arg("devices"));
+           py::arg("devices"), py::arg("background") = false)
+      .def("wait_prewarmed", &Engine::wait_prewarmed, py::call_guard<GilRelease>());
 }
 
 void register_envelope(py::module_& module) {
@@ -165,6 +171,8 @@ PYBIND11_MODULE(_C, module) {
   pyckpt::register_engine(module);
   pyckpt::register_write_job(module);
   pyckpt::register_read_job(module);
+  pyckpt::register_peer_job(module);
+  pyckpt::register_page_watch(module);
   pyckpt::register_staging(module);
   pyckpt::register_state_tree(module);
   pyckpt::register_checks(module);

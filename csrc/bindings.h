@@ -12,6 +12,7 @@
 
 #include "engine.h"
 #include "file.h"
+#include "gil.h"
 
 namespace pyckpt {
 
@@ -64,7 +65,7 @@ void without_gil(Function function) {
     function();
     return;
   }
-  py::gil_scoped_release release;
+  GilRelease release;
   function();
 }
 
@@ -72,6 +73,8 @@ void register_engine(py::module_& module);
 void register_envelope(py::module_& module);
 void register_write_job(py::module_& module);
 void register_read_job(py::module_& module);
+void register_peer_job(py::module_& module);
+void register_page_watch(py::module_& module);
 void register_staging(py::module_& module);
 void register_state_tree(py::module_& module);
 void register_checks(py::module_& module);

@@ -10,7 +10,7 @@ namespace {
 
 size_t scan(const py::object& buffer, uint32_t depth, uint32_t work_per_byte) {
   const ContiguousBuffer view(buffer);
-  py::gil_scoped_release release;
+  GilRelease release;
   return scan_pickle(view.data(), view.size(), {depth, work_per_byte});
 }
 
@@ -28,7 +28,7 @@ bool tiles(const py::tuple& size, const py::list& offsets, const py::list& sizes
   append(size, &whole);
   for (const py::handle offset : offsets) append(offset, &begins);
   for (const py::handle extent : sizes) append(extent, &extents);
-  py::gil_scoped_release release;
+  GilRelease release;
   return is_tiling(whole, begins, extents);
 }
 

@@ -63,7 +63,7 @@ class Described {
   static void let_others_run(size_t steps) {
     constexpr size_t kStepsAtATime = 256;  // less than a millisecond
     if (steps % kStepsAtATime != 0) return;
-    const py::gil_scoped_release release;
+    const GilRelease release;
   }
 
   // An object with more than its class's fields has something that columns would lose.

@@ -69,7 +69,7 @@ std::pair<uint64_t, uint32_t> encode(const Columns& columns, const MetadataNames
   };
   MetadataSum sum;
   {
-    py::gil_scoped_release release;
+    GilRelease release;
     block.reserve(kBlock);
     sum = encode_metadata(columns, names, extras, [&](std::string_view piece) {
       if (!block.empty() && block.size() + piece.size() > kBlock) give();
@@ -84,7 +84,7 @@ py::object decode(const py::object& buffer, const MetadataNames& names) {
   const ContiguousBuffer view(buffer);
   std::optional<DecodedMetadata> decoded;
   {
-    py::gil_scoped_release release;
+    GilRelease release;
     decoded = decode_metadata(view.data(), view.size(), names);
   }
   if (!decoded) return py::none();

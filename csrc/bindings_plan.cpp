@@ -112,7 +112,7 @@ std::shared_ptr<GlobalPlan> make_global_plan(const std::vector<py::bytes>& block
     ranks.push_back({std::string_view(blocks[rank]), std::nullopt});
     if (wrote[rank]) ranks.back().wrote = std::string_view(*wrote[rank]);
   }
-  py::gil_scoped_release release;
+  GilRelease release;
   return std::make_shared<GlobalPlan>(ranks);
 }
 
@@ -132,7 +132,7 @@ py::dict paths_of(const GlobalPlan& plan) {
 void place(GlobalPlan& plan, size_t rank, const std::string& file, const py::bytes& results) {
   expect_rank(plan, rank);
   const std::string_view view = results;
-  py::gil_scoped_release release;
+  GilRelease release;
   if (kind_of(view) == PackedKind::kChecksums) {
     plan.check(rank, file, view);
   } else {

@@ -19,7 +19,7 @@ PyReadJob::PyReadJob(std::shared_ptr<Engine> engine, const std::string& direct, 
 
 size_t PyReadJob::add_file(const std::string& path) {
   check_idle();
-  py::gil_scoped_release release;
+  GilRelease release;
   const size_t file = job_->add_file(path);
   files_ = file + 1;
   return file;
@@ -117,7 +117,7 @@ std::vector<uint32_t> PyReadJob::run() {
   const auto owners = std::move(owners_);
   files_ = 0;
   const CurrentDevice current_device(!programs_.all().empty());
-  py::gil_scoped_release release;
+  GilRelease release;
   return job_->run();
 }
 

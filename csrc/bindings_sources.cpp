@@ -17,10 +17,25 @@ namespace {
 
 void let_go(void* context) { delete static_cast<std::shared_ptr<at::DataPtr>*>(context); }
 
-// The memory that a storage has now, whatever it is given later. Null where it cannot be kept.
-//
-// The storage shares it from then on, as one of several owners, and goes on doing so when the
-// others are gone: by then another thread may be resizing it.
+void keep_on_device([[maybe_unused]] const c10::Storage& storage,
+                    [[maybe_unused]] const std::shared_ptr<Device>& device) {
+#ifdef PYCKPT_CUDA
+  // Torch remembers the stream for as long as it has the memory, and asks it when that is freed: so
+  // it must not go with its engine.
+  static auto* const kept = new std::unordered_set<std::shared_ptr<Device>>;
+  kept->insert(device);
+  const CurrentDevice current_device(true);
+  const auto index = static_cast<c10::DeviceIndex>(device->index());
+  c10::cuda::CUDACachingAllocator::recordStream(
+      storage.data_ptr(),
+      c10::cuda::getStreamFromExternal(static_cast<cudaStream_t>(device->to_host()), index));
+#endif
+}
+
+}  // namespace
+
+// The storage shares its memory from then on, as one of several owners, and goes on doing so when
+// the others are gone: by then another thread may be resizing it.
 std::shared_ptr<const void> share_memory(const c10::Storage& storage) {
   c10::StorageImpl* const impl = storage.unsafeGetStorageImpl();
   const at::DataPtr& memory = std::as_const(*impl).data_ptr();
@@ -38,22 +53,10 @@ std::shared_ptr<const void> share_memory(const c10::Storage& storage) {
   return shared;
 }
 
-void keep_on_device([[maybe_unused]] const c10::Storage& storage,
-                    [[maybe_unused]] const std::shared_ptr<Device>& device) {
-#ifdef PYCKPT_CUDA
-  // Torch remembers the stream for as long as it has the memory, and asks it when that is freed: so
-  // it must not go with its engine.
-  static auto* const kept = new std::unordered_set<std::shared_ptr<Device>>;
-  kept->insert(device);
-  const CurrentDevice current_device(true);
-  const auto index = static_cast<c10::DeviceIndex>(device->index());
-  c10::cuda::CUDACachingAllocator::recordStream(
-      storage.data_ptr(),
-      c10::cuda::getStreamFromExternal(static_cast<cudaStream_t>(device->to_host()), index));
-#endif
+void throw_resized() {
+  throw std::runtime_error(
+      "a tensor's storage was resized while it was being saved: call wait_staged() before that");
 }
-
-}  // namespace
 
 void Sources::add(const at::Tensor& tensor, const std::shared_ptr<Device>& device, bool resizable) {
   const c10::Storage& storage = tensor.storage();
@@ -74,8 +77,7 @@ void Sources::check() const {
   for (const auto& [storage, data] : watched_) {
     const c10::StorageImpl* const impl = storage.unsafeGetStorageImpl();
     if (impl->data_ptr().get() == data) continue;
-    throw std::runtime_error(
-        "a tensor's storage was resized while it was being saved: call wait_staged() before that");
+    throw_resized();
   }
 }
 

@@ -13,6 +13,12 @@
 
 namespace pyckpt {
 
+// The memory that a storage on the host has now, whatever it is given later. Null where it cannot
+// be kept.
+std::shared_ptr<const void> share_memory(const c10::Storage& storage);
+
+[[noreturn]] void throw_resized();
+
 // Keeps memory of tensors while it lives. Used with the GIL held; may be destroyed without.
 class Sources {
  public:

@@ -150,7 +150,7 @@ class PyStaging {
     sources_ = kept;
     {
       const CurrentDevice current_device(!programs_.empty());
-      py::gil_scoped_release release;
+      GilRelease release;
       job_ = engine_->start_stage(sources, std::move(options));
       job_->wait_volatile();
     }
@@ -167,7 +167,7 @@ class PyStaging {
       return;
     }
     const CurrentDevice current_device(!programs_.empty());
-    py::gil_scoped_release release;
+    GilRelease release;
     job_.reset();
   }
 
@@ -179,7 +179,7 @@ class PyStaging {
   void wait() {
     {
       const CurrentDevice current_device(!programs_.empty());
-      py::gil_scoped_release release;
+      GilRelease release;
       job_->wait();
     }
     check();
@@ -190,7 +190,7 @@ class PyStaging {
   void guard() {
     try {
       const CurrentDevice current_device(!programs_.empty());
-      py::gil_scoped_release release;
+      GilRelease release;
       job_->wait_host();
 #ifdef PYCKPT_CUDA
       for (const auto& [device, before] : programs_) {
@@ -225,14 +225,14 @@ class PyStaging {
 
   void release_sources() {
     const CurrentDevice current_device(!programs_.empty());
-    py::gil_scoped_release release;
+    GilRelease release;
     job_->release_sources();
   }
 
   void release() {
     tensors_ = py::list();
     const CurrentDevice current_device(!programs_.empty());
-    py::gil_scoped_release release;
+    GilRelease release;
     job_->release_regions();
     job_->release_sources();
     streamed_.reset();

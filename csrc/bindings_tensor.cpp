@@ -56,7 +56,7 @@ void Programs::follow() {
   const CurrentDevice current_device(true);
   for (; followed_ < all_.size(); ++followed_) {
     const auto& [device, stream] = all_[followed_];
-    std::optional<py::gil_scoped_release> release;
+    std::optional<GilRelease> release;
     if (!device->is_ready()) release.emplace();
     device->follow(stream);
   }

@@ -16,7 +16,7 @@ py::str decode_name(const std::string& name) {
 py::list stop() {
   std::vector<TimelineTrack> tracks;
   {
-    py::gil_scoped_release release;
+    GilRelease release;
     tracks = Timeline::stop();
   }
   py::list result;

@@ -1,4 +1,4 @@
-// WriteJob, as Python sees it: with what keeps the memory alive that it reads.
+// Jobs that make files, as Python sees them: with what keeps the memory alive that they read.
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -11,16 +11,19 @@
 #include <vector>
 
 #include "bindings.h"
+#include "bindings_sources.h"
 #include "bindings_tensor.h"
 #include "envelope.h"
+#include "gil.h"
+#include "stream_job.h"
 #include "write_job.h"
 
 namespace pyckpt {
 
 namespace {
 
-// A WriteJob, and what keeps alive the memory that it reads.
-class PyWriteJob {
+// A FillJob, and what keeps alive the memory that it reads.
+class PyFillJob {
  public:
   // Where an item lies, in bytes; as pyckpt.format.places unpacks it.
   struct Place {
@@ -31,18 +34,12 @@ class PyWriteJob {
     uint64_t crc32;
   };
 
-  PyWriteJob(std::shared_ptr<Engine> engine, const std::string& path, const std::string& direct,
-             bool sync, uint64_t preallocate)
-      : engine_(std::move(engine)) {
-    WriteOptions options{to_direct(direct), sync, preallocate};
-    py::gil_scoped_release release;
-    job_ = engine_->start_write(path, options);
-  }
-  PyWriteJob(const PyWriteJob&) = delete;
-  PyWriteJob& operator=(const PyWriteJob&) = delete;
-  ~PyWriteJob() {
+  explicit PyFillJob(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {}
+  PyFillJob(const PyFillJob&) = delete;
+  PyFillJob& operator=(const PyFillJob&) = delete;
+  virtual ~PyFillJob() {
     if (job_ && job_->forked()) {
-      new std::shared_ptr<WriteJob>(std::move(job_));  // must not be destroyed here
+      new std::shared_ptr<FillJob>(std::move(job_));  // must not be destroyed here
       return;
     }
     abandon();
@@ -73,7 +70,13 @@ class PyWriteJob {
       programs->follow();
     }
     source.staged = staged_of(tensor);
-    held_.push_back({tensor, {}});
+    Held held{tensor, nullptr, nullptr, {}};
+    // Other threads may resize what is the program's own.
+    if (tensor.is_cpu() && !source.staged && tensor.storage().resizable()) {
+      held.memory = share_memory(tensor.storage());
+      if (!held.memory) held.watched = tensor.storage().data();
+    }
+    held_.push_back(std::move(held));
     add(envelope, std::move(source));
     return true;
   }
@@ -99,7 +102,7 @@ class PyWriteJob {
     Source source;
     source.data = view.data();
     source.size = view.size();
-    held_.push_back({at::Tensor(), {}});
+    held_.emplace_back();
     held_.back().buffers.push_back(std::move(view));
     add(nullptr, std::move(source));
   }
@@ -107,9 +110,10 @@ class PyWriteJob {
   // One Place an item.
   py::bytes finish() {
     {
-      py::gil_scoped_release release;
+      GilRelease release;
       job_->finish();
     }
+    for (const Held& held : held_) held.check();
     held_.clear();
     std::string places;
     places.reserve(job_->items().size() * sizeof(Place));
@@ -123,7 +127,7 @@ class PyWriteJob {
 
   void abandon() {
     {
-      py::gil_scoped_release release;
+      GilRelease release;
       if (job_) job_->abandon();
     }
     held_.clear();
@@ -131,27 +135,83 @@ class PyWriteJob {
 
   WriteStatistics statistics() const { return job_->statistics(); }
 
+ protected:
+  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<FillJob> job_;
+
  private:
   struct Held {
     at::Tensor tensor;
+    std::shared_ptr<const void> memory;     // of a storage that may be given other memory
+    const void* watched = nullptr;          // the same, where it could not be kept
     std::vector<ContiguousBuffer> buffers;  // one or none
+
+    void check() const {
+      if (watched != nullptr && tensor.storage().data() != watched) throw_resized();
+    }
   };
 
   void add(std::shared_ptr<const Envelope> envelope, Source source) {
     // Adding takes less time than handing the GIL over and back would; waiting is another matter.
     if (!job_->add(std::move(envelope), std::move(source))) {
-      py::gil_scoped_release release;
+      GilRelease release;
       job_->wait_for_room();
     }
     for (const size_t consumed = job_->consumed(); released_ < consumed; ++released_) {
+      held_.front().check();
       held_.pop_front();
     }
   }
 
-  std::shared_ptr<Engine> engine_;
-  std::shared_ptr<WriteJob> job_;
   std::deque<Held> held_;  // of the items from number released_ on
   size_t released_ = 0;
+};
+
+class PyWriteJob : public PyFillJob {
+ public:
+  PyWriteJob(std::shared_ptr<Engine> engine, const std::string& path, const std::string& direct,
+             bool sync, uint64_t preallocate)
+      : PyFillJob(std::move(engine)) {
+    WriteOptions options{to_direct(direct), sync, preallocate};
+    GilRelease release;
+    job_ = engine_->start_write(path, options);
+  }
+};
+
+class PyStreamJob : public PyFillJob {
+ public:
+  explicit PyStreamJob(std::shared_ptr<Engine> engine) : PyFillJob(std::move(engine)) {
+    stream_ = engine_->start_stream();
+    job_ = stream_;
+  }
+
+  // The next window's bytes; none at the end. A second thread calls it while the feeder adds, so it
+  // holds the job by itself.
+  py::bytes take() {
+    const std::shared_ptr<StreamJob> stream = stream_;
+    size_t size = 0;
+    {
+      GilRelease release;
+      size = stream->next_size();
+    }
+    auto bytes = py::reinterpret_steal<py::bytes>(
+        PyBytes_FromStringAndSize(nullptr, static_cast<py::ssize_t>(size)));
+    if (!bytes) throw py::error_already_set();
+    if (size == 0) return bytes;
+    auto* const to = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(bytes.ptr()));
+    GilRelease release;
+    stream->take(to);
+    return bytes;
+  }
+
+  // Fails the job, from any thread.
+  void fail(const std::string& why) {
+    GilRelease release;
+    job_->fail(std::make_exception_ptr(std::runtime_error(why)));
+  }
+
+ private:
+  std::shared_ptr<StreamJob> stream_;
 };
 
 }  // namespace
@@ -169,24 +229,32 @@ void register_write_job(py::module_& module) {
       .def_readonly("slot_waits", &WriteStatistics::slot_waits)
       .def_readonly("direct", &WriteStatistics::direct)
       .def_readonly("fallback_reason", &WriteStatistics::fallback_reason);
-  py::class_<PyWriteJob>(module, "WriteJob")
+  py::class_<PyFillJob>(module, "FillJob")
+      .def("add_tensors", &PyFillJob::add_tensors, py::arg("tensors"), py::arg("envelopes"),
+           py::arg("begin") = 0)
+      .def("add_tensor",
+           py::overload_cast<const at::Tensor&, const std::shared_ptr<Envelope>&>(
+               &PyFillJob::add_tensor),
+           py::arg("tensor"), py::arg("envelope").none(false))
+      .def("add_bytes", &PyFillJob::add_bytes, py::arg("buffer"))
+      .def("finish", &PyFillJob::finish)
+      .def("abandon", &PyFillJob::abandon)
+      .def("statistics", &PyFillJob::statistics);
+  py::class_<PyWriteJob, PyFillJob>(module, "WriteJob")
       .def(
           py::init([](std::shared_ptr<Engine> engine, const std::string& path,
                       const std::string& direct, bool sync, uint64_t preallocate) {
             return std::make_unique<PyWriteJob>(std::move(engine), path, direct, sync, preallocate);
           }),
           py::arg("engine").none(false), py::arg("path"), py::kw_only(), py::arg("direct") = "auto",
-          py::arg("sync") = true, py::arg("preallocate") = 0)
-      .def("add_tensors", &PyWriteJob::add_tensors, py::arg("tensors"), py::arg("envelopes"),
-           py::arg("begin") = 0)
-      .def("add_tensor",
-           py::overload_cast<const at::Tensor&, const std::shared_ptr<Envelope>&>(
-               &PyWriteJob::add_tensor),
-           py::arg("tensor"), py::arg("envelope").none(false))
-      .def("add_bytes", &PyWriteJob::add_bytes, py::arg("buffer"))
-      .def("finish", &PyWriteJob::finish)
-      .def("abandon", &PyWriteJob::abandon)
-      .def("statistics", &PyWriteJob::statistics);
+          py::arg("sync") = true, py::arg("preallocate") = 0);
+  py::class_<PyStreamJob, PyFillJob>(module, "StreamJob")
+      .def(py::init([](std::shared_ptr<Engine> engine) {
+             return std::make_unique<PyStreamJob>(std::move(engine));
+           }),
+           py::arg("engine").none(false))
+      .def("take", &PyStreamJob::take)
+      .def("fail", &PyStreamJob::fail, py::arg("why"));
 }
 
 }  // namespace pyckpt

@@ -1,5 +1,6 @@
 #include "engine.h"
 
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,6 +20,17 @@ size_t processors() { return std::max(1u, std::thread::hardware_concurrency()); 
 // How many threads copy what a caller waits for.
 size_t staging_threads(const EngineOptions& options) {
   return std::min(processors(), options.io_threads);
+}
+
+// What the thread that prewarms adds to its nice value. Less favoured, it might lose its processor
+// for long with the kernel's lock on the process's memory.
+constexpr int kWarmingNice = 10;
+constexpr int kNiceMax = 19;
+
+// A thread begins with the nice value of the one that made it, and on Linux changes its own alone.
+void be_nice() {
+  const int own = ::getpriority(PRIO_PROCESS, 0);
+  ::setpriority(PRIO_PROCESS, 0, std::min(kNiceMax, own + kWarmingNice));
 }
 
 }  // namespace
@@ -44,6 +56,7 @@ Engine::~Engine() {
     // is nothing to join and nothing that is safe to free.
     threads_.release();
     staging_threads_.release();
+    warming_thread_.release();
     ring_.release();
     new std::shared_ptr<Arena>(std::move(arena_));
     new std::vector<std::shared_ptr<Device>>(std::move(devices_));
@@ -63,11 +76,29 @@ std::shared_ptr<WriteJob> Engine::start_write(const std::string& path,
   return job;
 }
 
+std::shared_ptr<StreamJob> Engine::start_stream() {
+  check_process();
+  const Lock lock(mutex_);
+  check_open();
+  auto job = std::make_shared<StreamJob>(ring_.get());
+  remember(job);
+  return job;
+}
+
 std::shared_ptr<ReadJob> Engine::make_read(Direct direct, bool checksum) {
   check_process();
   const Lock lock(mutex_);
   check_open();
   auto job = std::make_shared<ReadJob>(ring_.get(), threads_.get(), direct, checksum);
+  remember(job);
+  return job;
+}
+
+std::shared_ptr<PeerJob> Engine::make_peer_copy() {
+  check_process();
+  const Lock lock(mutex_);
+  check_open();
+  auto job = std::make_shared<PeerJob>(staging_threads_.get());
   remember(job);
   return job;
 }
@@ -119,20 +150,58 @@ void Engine::prewarm(size_t bytes, Arena::Kind kind, const std::vector<int>& dev
   arena_->reserve(bytes, kind, devices.empty() ? kNoDevice : devices.front(), /*populate=*/true);
 }
 
+void Engine::prewarm_later(size_t bytes, Arena::Kind kind, const std::vector<int>& devices) {
+  check_process();
+  arena_->reserve(bytes, kind, kNoDevice, /*populate=*/false);
+  const Lock lock(mutex_);
+  check_open();
+  if (!warming_thread_) {
+    warming_thread_ = std::make_unique<IoThreads>(1, "pyckpt-warm");
+    warming_thread_->submit(be_nice);
+  }
+  warming_thread_->submit([this, kind, devices] { warm(kind, devices); });
+  ++warmings_;  // once nothing can throw any more; `warm` counts it off under the same lock
+}
+
+void Engine::wait_prewarmed() {
+  check_process();
+  Lock lock(mutex_);
+  warmed_.wait(lock, [this]() REQUIRES(mutex_) { return warmings_ == 0; });
+}
+
+void Engine::warm(Arena::Kind kind, const std::vector<int>& devices) noexcept {
+  const auto goes_on = [this] { return !closed(); };
+  try {
+    for (const int index : devices) cuda_device(index)->prepare();
+    const int pin_device = devices.empty() ? kNoDevice : devices.front();
+    for (const Arena::Range& range : arena_->free_ranges(kind)) {
+      if (!range.buffer->warm(range.offset, range.size, pin_device, goes_on)) break;
+    }
+  } catch (const std::exception&) {
+    // The first save is without the help, and meets the error where somebody can be told.
+  }
+  const Lock lock(mutex_);
+  --warmings_;
+  warmed_.notify_all();
+}
+
 void Engine::close() {
   if (forked()) return;  // what there is to close is in the parent
   std::vector<std::weak_ptr<Job>> jobs;
+  IoThreads* warming = nullptr;
   {
     const Lock lock(mutex_);
     if (closed_) return;
     closed_ = true;
     jobs = std::exchange(jobs_, {});
+    warming = warming_thread_.get();  // no other is made from here on
   }
   const auto error = std::make_exception_ptr(EngineClosed("the engine was closed while a job ran"));
   for (const std::weak_ptr<Job>& weak : jobs) {
     if (const std::shared_ptr<Job> job = weak.lock()) job->fail(error);
   }
   ring_->close();
+  if (warming != nullptr) warming->stop();
   staging_threads_->stop();
   threads_->stop();
 }

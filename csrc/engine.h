@@ -12,9 +12,11 @@
 #include "io_threads.h"
 #include "job.h"
 #include "mutex.h"
+#include "peer_job.h"
 #include "read_job.h"
 #include "slot_ring.h"
 #include "stage_job.h"
+#include "stream_job.h"
 #include "write_job.h"
 
 namespace pyckpt {
@@ -40,7 +42,11 @@ class Engine {
 
   std::shared_ptr<WriteJob> start_write(const std::string& path, const WriteOptions& options);
 
+  std::shared_ptr<StreamJob> start_stream();
+
   std::shared_ptr<ReadJob> make_read(Direct direct, bool checksum);
+
+  std::shared_ptr<PeerJob> make_peer_copy();
 
   // `options.lanes` and `options.volatile_lanes` are the engine's to choose.
   std::shared_ptr<StageJob> start_stage(const std::vector<StageSource>& sources,
@@ -60,6 +66,15 @@ class Engine {
   // and what `cuda_device` throws.
   void prewarm(size_t bytes, Arena::Kind kind, const std::vector<int>& devices);
 
+  // Begins the same on a thread of its own, which the processors serve after those of the program,
+  // and which `close` does not wait for longer than a piece takes. Only addresses are taken before
+  // this returns, so that a save that comes meanwhile uses the memory that is being made, and makes
+  // what it needs sooner. An error is left to that save, which meets it, too. Throws IoError where
+  // there are no addresses, std::system_error where there is no thread.
+  void prewarm_later(size_t bytes, Arena::Kind kind, const std::vector<int>& devices);
+  // Until nothing is being prewarmed.
+  void wait_prewarmed();
+
   // Fails the jobs that run, with EngineClosed, and joins the threads. Idempotent.
   void close();
   bool closed() const;
@@ -71,6 +86,7 @@ class Engine {
   void check_process() const;
   void check_open() const REQUIRES(mutex_);
   void remember(std::shared_ptr<Job> job) REQUIRES(mutex_);
+  void warm(Arena::Kind kind, const std::vector<int>& devices) noexcept;
 
   const EngineOptions options_;
   const pid_t process_;
@@ -83,6 +99,9 @@ class Engine {
   bool closed_ GUARDED_BY(mutex_) = false;
   std::vector<std::weak_ptr<Job>> jobs_ GUARDED_BY(mutex_);
   std::vector<std::shared_ptr<Device>> devices_ GUARDED_BY(mutex_);
+  std::unique_ptr<IoThreads> warming_thread_ GUARDED_BY(mutex_);  // made when there is something
+  size_t warmings_ GUARDED_BY(mutex_) = 0;                        // for it to do: so much
+  Condition warmed_;
 };
 
 }  // namespace pyckpt

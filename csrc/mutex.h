@@ -8,6 +8,14 @@
 
 #include "thread_annotations.h"
 
+// Where other threads may come first: tests have them do so (tests/native/perturb.h).
+#ifdef PYCKPT_PERTURB
+#include "perturb.h"
+#define PYCKPT_MAY_YIELD() ::pyckpt::test::perturb()
+#else
+#define PYCKPT_MAY_YIELD() static_cast<void>(0)
+#endif
+
 namespace pyckpt {
 
 class CAPABILITY("mutex") Mutex {
@@ -23,13 +31,26 @@ class CAPABILITY("mutex") Mutex {
 // Holds a mutex while it lives, but between `unlock` and `lock`.
 class SCOPED_CAPABILITY Lock {
  public:
-  explicit Lock(Mutex& mutex) ACQUIRE(mutex) : lock_(mutex.mutex_) {}
+  explicit Lock(Mutex& mutex) ACQUIRE(mutex) : lock_(mutex.mutex_, std::defer_lock) {
+    PYCKPT_MAY_YIELD();
+    lock_.lock();
+    PYCKPT_MAY_YIELD();
+  }
   Lock(const Lock&) = delete;
   Lock& operator=(const Lock&) = delete;
-  ~Lock() RELEASE() {}
+  ~Lock() RELEASE() {
+    if (lock_.owns_lock()) lock_.unlock();
+    PYCKPT_MAY_YIELD();
+  }
 
-  void unlock() RELEASE() { lock_.unlock(); }
-  void lock() ACQUIRE() { lock_.lock(); }
+  void unlock() RELEASE() {
+    lock_.unlock();
+    PYCKPT_MAY_YIELD();
+  }
+  void lock() ACQUIRE() {
+    PYCKPT_MAY_YIELD();
+    lock_.lock();
+  }
 
  private:
   friend class Condition;
@@ -45,8 +66,16 @@ class Condition {
   void wait(Lock& lock, Predicate predicate) {
     changed_.wait(lock.lock_, std::move(predicate));
   }
-  void notify_one() noexcept { changed_.notify_one(); }
-  void notify_all() noexcept { changed_.notify_all(); }
+  void notify_one() noexcept {
+    PYCKPT_MAY_YIELD();
+    changed_.notify_one();
+    PYCKPT_MAY_YIELD();
+  }
+  void notify_all() noexcept {
+    PYCKPT_MAY_YIELD();
+    changed_.notify_all();
+    PYCKPT_MAY_YIELD();
+  }
 
  private:
   std::condition_variable changed_;

@@ -37,6 +37,10 @@ int populate_pages(std::byte* pages, size_t size) {
   return 0;
 }
 
+IoError not_there(int error, size_t size) {
+  return IoError(error, "madvise", "", std::to_string(size) + " bytes of memory");
+}
+
 }  // namespace
 
 PinnedBuffer::PinnedBuffer(size_t size, bool shared) : size_(size) {
@@ -68,6 +72,11 @@ PinnedBuffer::PinnedBuffer(size_t size, bool shared) : size_(size) {
 }
 
 PinnedBuffer::~PinnedBuffer() {
+  // A forked child has not got this memory. What lies there is the child's own.
+  if (::getpid() != process_) {
+    if (descriptor_ >= 0) ::close(descriptor_);
+    return;
+  }
 #ifdef PYCKPT_CUDA
   for (size_t at = 0; at < registered_; at = piece_end(at)) {
     unregister_host_memory(device_, data_ + at);
@@ -80,21 +89,61 @@ PinnedBuffer::~PinnedBuffer() {
 void PinnedBuffer::pin([[maybe_unused]] int device) {
 #ifdef PYCKPT_CUDA
   if (pinned_.load(std::memory_order_acquire)) return;
+  const size_t registered = choose_device(device);
+  // CUDA would have the pages made one after another, by one thread.
+  populate(registered, size_ - registered);
+  while (register_piece()) {
+  }
+#endif
+}
+
+bool PinnedBuffer::warm(size_t offset, size_t size, [[maybe_unused]] int device,
+                        const std::function<bool()>& goes_on) {
+#ifdef PYCKPT_CUDA
+  if (device != kNoDevice) choose_device(device);  // which says where the pages are to be
+#endif
+  for (size_t done = 0; done < size;) {
+    if (!goes_on()) return false;
+    std::byte* const at = data_ + offset + done;
+    // To the end of a huge page, or else two pieces would share one.
+    const uintptr_t within = reinterpret_cast<uintptr_t>(at) % kHugePage;
+    const size_t piece = std::min(kHugePage - within, size - done);
+    const int failed = populate_pages(at, piece);
+    if (failed != 0) throw not_there(failed, size - done);
+    done += piece;
+  }
+#ifdef PYCKPT_CUDA
+  if (device == kNoDevice) return true;
+  do {
+    if (!goes_on()) return false;
+  } while (register_piece());
+#endif
+  return true;
+}
+
+#ifdef PYCKPT_CUDA
+// The first decides near which device the pages are. Returns how many bytes are registered.
+size_t PinnedBuffer::choose_device(int device) {
   const Lock lock(pinning_);
   if (device_ == kNoDevice) {
     device_ = device;
     prefer_node(data_, size_, host_node(device));
   }
-  // CUDA would have the pages made one after another, by one thread.
-  populate(registered_, size_ - registered_);
-  while (registered_ < size_) {
-    const size_t end = piece_end(registered_);
-    register_host_memory(device_, data_ + registered_, end - registered_);
-    registered_ = end;
-  }
-  pinned_.store(true, std::memory_order_release);
-#endif
+  return registered_;
 }
+
+// Registers the next piece; returns false where all are. Threads that do so at the same time take
+// turns, so that none waits for more than a piece of another.
+bool PinnedBuffer::register_piece() {
+  const Lock lock(pinning_);
+  if (registered_ == size_) return false;
+  const size_t end = piece_end(registered_);
+  register_host_memory(device_, data_ + registered_, end - registered_);
+  registered_ = end;
+  if (registered_ == size_) pinned_.store(true, std::memory_order_release);
+  return true;
+}
+#endif
 
 // Where the registration ends that begins at an offset; see kRegistrationPiece.
 size_t PinnedBuffer::piece_end([[maybe_unused]] size_t offset) const {
@@ -136,9 +185,7 @@ void PinnedBuffer::populate(size_t offset, size_t size) {
   }
   work();
   for (std::thread& helper : helpers) helper.join();
-  if (error.load() != 0) {
-    throw IoError(error.load(), "madvise", "", std::to_string(size) + " bytes of memory");
-  }
+  if (error.load() != 0) throw not_there(error.load(), size);
 }
 
 }  // namespace pyckpt

@@ -1,8 +1,12 @@
 // Page-aligned host memory that the disk and, once registered, the GPU can reach by DMA.
 #pragma once
 
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstddef>
+#include <functional>
 
 #include "device.h"
 #include "mutex.h"
@@ -30,13 +34,22 @@ class PinnedBuffer {
   // too. Throws IoError where the system has not that much memory.
   void populate(size_t offset, size_t size);
 
+  // Does the work of `populate`, and with a device that of `pin`, on this thread alone, and so that
+  // others hardly notice: in small pieces, since the kernel locks the process's memory for each.
+  // Asks before each whether it `goes_on`, and returns what it heard last. Whoever needs the memory
+  // meanwhile populates and pins what is not there yet. Throws as the two do.
+  bool warm(size_t offset, size_t size, int device, const std::function<bool()>& goes_on);
+
   std::byte* data() { return data_; }
   size_t size() const { return size_; }
   int descriptor() const { return descriptor_; }  // -1 where it is not shared
 
  private:
   size_t piece_end(size_t offset) const;
+  size_t choose_device(int device);
+  bool register_piece();
 
+  const pid_t process_ = ::getpid();
   std::byte* data_;
   size_t size_;
   int descriptor_ = -1;

@@ -80,22 +80,12 @@ class WriteStatistics:
     direct: bool
     fallback_reason: str
 
-class WriteJob:
-    """One file on its way to disk. For one thread at a time, but for ``statistics``.
+class FillJob:
+    """One file on its way to where it goes. For one thread at a time, but for ``statistics``.
 
-    The first error, wherever it happens, is raised from every later call. A job that is dropped
-    before ``finish`` returned removes its file.
+    The first error, wherever it happens, is raised from every later call.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        path: str | bytes,
-        *,
-        direct: Literal["auto", "require", "off"] = "auto",
-        sync: bool = True,
-        preallocate: int = 0,
-    ) -> None: ...
     def add_tensor(self, tensor: Tensor, envelope: Envelope) -> bool:
         """Append a tensor. Its memory must not change until ``finish``. Returns False, and does
         nothing, where the tensor is not plain memory."""
@@ -113,14 +103,42 @@ class WriteJob:
         """Append an item that is these bytes."""
 
     def finish(self) -> bytes:
-        """Wait until the file is complete (and durable, with ``sync``). Returns for each item five
+        """Wait until the file is where it goes, as a whole. Returns for each item five
         64-bit words: its offset, length, offset of the payload within the item, length of the
         payload, all in bytes, and CRC-32 of the payload."""
 
     def abandon(self) -> None:
-        """Stop and remove the file. Idempotent; does nothing after ``finish``."""
+        """Stop, and leave nothing. Idempotent; does nothing after ``finish``."""
 
     def statistics(self) -> WriteStatistics: ...
+
+class WriteJob(FillJob):
+    """One file on its way to disk. ``finish`` returns when it is complete (and durable, with
+    ``sync``). A job that is dropped before removes its file.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        path: str | bytes,
+        *,
+        direct: Literal["auto", "require", "off"] = "auto",
+        sync: bool = True,
+        preallocate: int = 0,
+    ) -> None: ...
+
+class StreamJob(FillJob):
+    """One file that is given away as bytes, in their order. ``finish`` returns when all is taken.
+
+    One other thread calls ``take`` meanwhile, and any may call ``fail``.
+    """
+
+    def __init__(self, engine: Engine) -> None: ...
+    def take(self) -> bytes:
+        """Wait for the next bytes, a slot's worth at most; none at the end."""
+
+    def fail(self, why: str) -> None:
+        """Fail the job, whose other calls then raise RuntimeError."""
 
 class ReadStatistics:
     """What a job did so far. Seconds of the three kinds are summed over threads."""
@@ -174,6 +192,46 @@ class ReadJob:
         not checksum)."""
 
     def statistics(self) -> ReadStatistics: ...
+
+class PeerJob:
+    """Copies out of the memory of other processes of the host. For one thread at a time."""
+
+    def __init__(self, engine: Engine) -> None: ...
+    def add(self, process: int, address: int, tensor: Tensor) -> None:
+        """Fill a contiguous tensor of the host from an address of a process, which must not change
+        what is there until ``run`` has returned."""
+
+    def run(self) -> None:
+        """Copy everything. Raises OSError (ESRCH, EPERM, EFAULT) where the kernel refuses; some
+        bytes are copied then and some are not. If the process has ended and another has its number,
+        the bytes mean nothing."""
+
+class PageWatch:
+    """Has the kernel note writes to memory (Linux 6.13). For any thread. Knows nothing in a forked
+    child. Raises OSError where the kernel does not offer it."""
+
+    def __init__(self) -> None: ...
+    def watch(self, tensor: Tensor) -> int:
+        """Note from now on whether the memory of a tensor is written. Returns a number by which
+        `is_unwritten` is asked; 0: that cannot be had. What overlaps is forgotten."""
+
+    def is_unwritten(self, tensor: Tensor, since: int) -> bool:
+        """Whether it is certain that nobody has written there since that `watch`. Not noticed are
+        devices that had the memory before; see `pinned`."""
+
+    def forget(self, address: int, since: int) -> None:
+        """Watch the memory at an address no more."""
+
+    def close(self) -> None:
+        """Watch nothing more."""
+
+    @staticmethod
+    def pinned() -> bool:
+        """Whether the kernel counts memory of this process that devices may write by themselves."""
+
+def let_peers_read(allowed: bool) -> bool:
+    """Where the kernel lets only parents read their children (Yama's ptrace_scope 1): let any
+    process of this user read this one, or no other again. False where there is no such rule."""
 
 class PlainReads:
     """The reads of a load that need no Python for each item: tensors that were saved whole, as
@@ -464,9 +522,15 @@ class Engine:
     def arena_held_bytes(self) -> int: ...
     @property
     def arena_used_bytes(self) -> int: ...
-    def prewarm(self, bytes: int, *, shared: bool, devices: list[int]) -> None:
+    def prewarm(
+        self, bytes: int, *, shared: bool, devices: list[int], background: bool = False
+    ) -> None:
         """Have so many bytes free in the arena, as far as its budget goes, and their pages there;
-        with CUDA devices, registered with CUDA, and each device ready to copy."""
+        with CUDA devices, registered with CUDA, and each device ready to copy. In the
+        ``background`` it goes on after the call, until `close`, and tells of no error."""
+
+    def wait_prewarmed(self) -> None:
+        """Wait until nothing is prewarmed in the background."""
 
     def close(self) -> None: ...
 

@@ -22,9 +22,9 @@ class WriteStatistics:
     items: int = 0
     """Tensors and objects given to the engine."""
     bytes: int = 0
-    """Bytes of the rank's file that are laid out; the size of the file, once the save is over."""
+    """Bytes of the rank's files that are laid out; their sizes, once the save is over."""
     bytes_written: int = 0
-    """Bytes of the file that have been written, or are being written."""
+    """Bytes of the files that have been written, or are being written."""
     seconds: float = 0.0
     """From the opening of the file until it is durable, or until now."""
     copy_seconds: float = 0.0
@@ -40,6 +40,9 @@ class WriteStatistics:
     """Whether the file was written past the page cache."""
     fallback_reason: str = ""
     """Why it was not, unless ``direct`` asked for the page cache; else empty."""
+    bytes_linked: int = 0
+    """Bytes of frozen parts that were not written, since a file of an earlier checkpoint has
+    them."""
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -48,25 +51,28 @@ class WriteStatistics:
 
     def __str__(self) -> str:
         how = "direct" if self.direct else "buffered"
+        linked = f", {self.bytes_linked / 1e9:.3f} GB linked" if self.bytes_linked else ""
         return (
             f"{self.items} items, {self.bytes / 1e9:.3f} GB in {self.seconds:.3f} s "
-            f"({self.gigabytes_per_second:.2f} GB/s, {how})"
+            f"({self.gigabytes_per_second:.2f} GB/s, {how}){linked}"
         )
 
     @classmethod
-    def of(cls, native: _C.WriteStatistics) -> WriteStatistics:
+    def of(cls, *jobs: _C.WriteStatistics, bytes_linked: int = 0) -> WriteStatistics:
+        """The sum over files that were written one after another."""
         return cls(
-            items=native.items,
-            bytes=native.bytes_added,
-            bytes_written=min(native.bytes_written, native.bytes_added),
-            seconds=native.seconds,
-            copy_seconds=native.copy_seconds,
-            checksum_seconds=native.checksum_seconds,
-            write_seconds=native.write_seconds,
-            sync_seconds=native.sync_seconds,
-            slot_waits=native.slot_waits,
-            direct=native.direct,
-            fallback_reason=native.fallback_reason,
+            items=sum(one.items for one in jobs),
+            bytes=sum(one.bytes_added for one in jobs),
+            bytes_written=sum(min(one.bytes_written, one.bytes_added) for one in jobs),
+            seconds=sum(one.seconds for one in jobs),
+            copy_seconds=sum(one.copy_seconds for one in jobs),
+            checksum_seconds=sum(one.checksum_seconds for one in jobs),
+            write_seconds=sum(one.write_seconds for one in jobs),
+            sync_seconds=sum(one.sync_seconds for one in jobs),
+            slot_waits=sum(one.slot_waits for one in jobs),
+            direct=all(one.direct for one in jobs),
+            fallback_reason=next((one.fallback_reason for one in jobs if one.fallback_reason), ""),
+            bytes_linked=bytes_linked,
         )
 
 

@@ -173,10 +173,61 @@ def speeds(path: Path) -> None:
     )
 
 
+Span = tuple[float, float, str, str]
+"""From when to when, a label, a colour."""
+
+_MADE, _BEFORE = "#9fa8da", "#eceff1"
+
+
+def tiers(path: Path) -> None:
+    """Where the bytes of a checkpoint are, and when. No times were measured for it."""
+    mirrored: list[tuple[str, list[Span]]] = [
+        ("training", [(0, 1, "", _STOCK), (1.15, 10, "goes on", _STOCK)]),
+        ("memory", [(1, 3, "copy of the state", _MADE)]),
+        (
+            "local directory",
+            [(1.3, 3, "data files", _MADE), (3, 8, "the checkpoint", _OURS)],
+        ),
+        (
+            "mirror",
+            [(3.3, 5.8, "data, under new names", _MADE), (5.8, 10, "the checkpoint", _OURS)],
+        ),
+        (
+            "restore() reads",
+            [
+                (0, 3, "the checkpoint before", _BEFORE),
+                (3, 8, "this one, from the local directory", _BEFORE),
+                (8, 10, "from the mirror", _BEFORE),
+            ],
+        ),
+    ]
+    direct: list[tuple[str, list[Span]]] = [
+        ("memory", [(1, 5.8, "a slot, and some parts of 8 MiB", _MADE)]),
+        (
+            "store",
+            [(1.3, 5.8, "parts that nobody sees", _MADE), (5.8, 10, "the checkpoint", _OURS)],
+        ),
+        (
+            "load() reads",
+            [(0, 5.8, "the checkpoint before", _BEFORE), (5.8, 10, "this one", _BEFORE)],
+        ),
+    ]
+    events = [(1.0, "save"), (3.0, ".metadata:\nlocal commit")]
+    events += [(5.8, ".metadata:\nin the mirror"), (8.0, "pruned\nhere")]
+    _lanes(
+        path,
+        [
+            ("Checkpointer(directory, mirror=URL)", mirrored, events),
+            ("DirectWriter(URL)", direct, [events[0], (5.8, ".metadata:\ncommit")]),
+        ],
+    )
+
+
 PLOTS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "overview.svg": (overview, ("stall", "save", "load")),
     "speeds.svg": (speeds, ("save", "load")),
     "stall.svg": (stall, ("stall",)),
+    "tiers.svg": (tiers, ()),
 }
 """Each picture, and the results that it is drawn from."""
 
@@ -208,6 +259,50 @@ def _draw(
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.text(0.5, 0.015, below, ha="center", fontsize=7, color="#546e7a")
     figure.savefig(path, metadata={"Date": None, "Description": digest(*sources)})
+    plt.close(figure)
+
+
+def _lanes(
+    path: Path,
+    panels: Sequence[tuple[str, Sequence[tuple[str, Sequence[Span]]], Sequence[tuple[float, str]]]],
+) -> None:
+    """Draw what is where, one lane a place, along the time."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = "pyckpt"
+    from matplotlib import pyplot as plt
+
+    heights = [len(lanes) + 1 for _, lanes, _ in panels]
+    figure, axes = plt.subplots(
+        len(panels), 1, figsize=(8.4, 0.42 * sum(heights)), height_ratios=heights, squeeze=False
+    )
+    for axis, (title, lanes, events) in zip(axes[:, 0], panels, strict=True):
+        for row, (_, spans) in enumerate(lanes):
+            for begin, end, label, colour in spans:
+                axis.barh(row, end - begin, left=begin, color=colour, height=0.7)
+                dark = colour == _OURS
+                axis.text(
+                    (begin + end) / 2,
+                    row,
+                    label,
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color="white" if dark else "#263238",
+                )
+        for at, label in events:
+            axis.axvline(at, color="#546e7a", linewidth=0.8, linestyle=":")
+            axis.text(at, -0.65, label, ha="center", va="bottom", fontsize=7, color="#546e7a")
+        axis.set_yticks(range(len(lanes)), [name for name, _ in lanes], fontsize=8)
+        axis.set_ylim(len(lanes) - 0.5, -0.6)
+        axis.set_xlim(0, 10)
+        axis.set_xticks([])
+        axis.set_title(title, fontsize=10, pad=24)
+        axis.spines[["top", "right", "left", "bottom"]].set_visible(False)
+        axis.tick_params(axis="y", length=0)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None, "Description": digest()})
     plt.close(figure)
 
 

@@ -64,8 +64,12 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     terminal.close()
 
 
-def displays() -> list[str]:
-    return [t.name for t in threading.enumerate() if type(t).__module__ == "rich.live"]
+def displays(*, end_within: float = 0) -> list[str]:
+    """Those that are shown. A display ends after the save that it shows, in another thread."""
+    found = [t for t in threading.enumerate() if type(t).__module__ == "rich.live"]
+    for thread in found:
+        thread.join(end_within)
+    return [thread.name for thread in found if thread.is_alive()]
 
 
 def test_a_save_has_a_bar_while_it_is_under_way(
@@ -83,7 +87,7 @@ def test_a_save_has_a_bar_while_it_is_under_way(
         finally:
             gate.open.set()
         handle.wait()
-        assert displays() == []
+        assert displays(end_within=60) == []
         checkpointer.save(30, state).wait()
     assert activity._watch.displays == ()
 

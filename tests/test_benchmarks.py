@@ -25,6 +25,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
         ("checkpointer", []),  # all
         ("scale", []),
         ("tiers", ["commit", "upload"]),
+        ("frozen", []),
     ],
 )
 def test_it_runs_to_its_end(tmp_path: Path, name: str, sections: list[str]) -> None:

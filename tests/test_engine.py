@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -114,6 +115,47 @@ def test_an_error_is_raised_from_every_later_call(tmp_path: Path) -> None:
         for call in (job.finish, job.finish, lambda: job.add_bytes(b"more")):
             with pytest.raises(RuntimeError, match="abandoned"):
                 call()
+
+
+@pytest.mark.slow
+def test_storages_that_are_resized_are_written_as_they_were(tmp_path: Path) -> None:
+    """Another thread may do that at any instant; here, as soon as they were added."""
+    count = 10_000_000  # each in pages of its own, which go back to the system
+    tensors = [torch.full((count,), float(i)) for i in range(3)]
+    with pyckpt.Engine(slot_bytes=1 << 20, max_pinned_bytes=2 << 20, io_threads=1) as engine:
+        job = _C.WriteJob(engine.native, str(tmp_path / "file"))
+        for tensor in tensors:
+            envelope = _C.Envelope(prefix=b"", suffix=b"", payload_size=4 * count, crc_positions=[])
+            assert job.add_tensor(tensor, envelope)
+            tensor.untyped_storage().resize_(0)
+        places = list(struct.iter_unpack("<4QI4x", job.finish()))
+    data = (tmp_path / "file").read_bytes()
+    for i, (offset, length, *_) in enumerate(places):
+        is_same = data[offset : offset + length] == struct.pack("<f", i) * count
+        assert is_same  # pytest would explain the difference for a minute
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+
+
+@pytest.mark.slow
+def test_a_daemon_thread_does_not_end_the_process_that_exits() -> None:
+    """Python ends such a thread where it asks for the GIL: in the midst of the engine's calls."""
+    script = """
+import threading
+from pyckpt import _C
+data = bytes(1 << 16)
+begun = threading.Event()
+def again():
+    while True:
+        _C.crc32(data)
+        begun.set()
+for _ in range(2):
+    threading.Thread(target=again, daemon=True).start()
+begun.wait()
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 @pytest.mark.slow

@@ -152,6 +152,7 @@ def test_no_state_goes_where_shared_memory_has_no_room(
     assert "it: without shared memory" in report.notes[0]
 
 
+@pytest.mark.slow
 def test_plots_are_made_of_the_files(gpu: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name, traces in (("training", {"pyckpt": {"before": [1.0, 2.0]}}), ("staging-large", {})):

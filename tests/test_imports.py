@@ -44,7 +44,8 @@ MAY_USE = {
     "dcp": FLOOR | {"engine", "format", "guard", "optim", "private", "remote", "statistics"},
     "train": FLOOR
     | {"dcp", "engine", "format", "layouts", "optim", "statistics"}
-    | {"remote", "train.arguments", "train.state", "train.store", "train.sync", "train.tiers"},
+    | {"remote", "train.arguments", "train.nodes", "train.state", "train.store", "train.sync"}
+    | {"train.tiers"},
     "train.arguments": set(),
     # These three do not know each other.
     "train.state": FLOOR | {"dcp", "format", "optim"},
@@ -52,15 +53,18 @@ MAY_USE = {
     | {"dcp", "engine", "format", "layouts", "private", "remote", "train.arguments"},
     "train.tiers": FLOOR | {"format", "remote", "train.arguments", "train.store"},
     "train.sync": FLOOR | {"dcp", "train.arguments"},
+    # Where each node has a directory of its own.
+    "train.nodes": FLOOR
+    | {"dcp", "engine", "format", "private", "remote", "train.store", "train.sync", "train.tiers"},
     # What comes from other programs, and goes to them; it stands on all that saves and loads.
     "convert": FLOOR
     | {"dcp", "engine", "format", "optim", "statistics", "train"}
-    | {"train.arguments", "train.state", "train.store", "train.sync"},
+    | {"remote", "train.arguments", "train.state", "train.store", "train.sync"},
     "profiling": {"locks"},
-    "tools": FLOOR | {"", "dcp", "engine", "format", "statistics", "train.store"},
+    "tools": FLOOR | {"", "dcp", "engine", "format", "remote", "statistics", "train.store"},
     "__main__": {"cli"},
     "cli": FLOOR
-    | {"", "convert", "dcp", "engine", "format", "optim", "profiling", "statistics"}
+    | {"", "convert", "dcp", "engine", "format", "optim", "profiling", "remote", "statistics"}
     | {"tools", "train"}
     | {"train.state", "train.store"},
     # What a program could import; nothing else imports an integration.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,8 +27,8 @@ __all__ = ["diff"]
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(help="A checkpoint's directory.")],
-    b: Annotated[Path, typer.Argument(help="Another's.")],
+    a: Annotated[str, typer.Argument(help="A checkpoint's directory, or URL.")],
+    b: Annotated[str, typer.Argument(help="Another's.")],
     key: Annotated[
         str | None,
         typer.Option(help="Compare this key, those below it, or a pattern such as '*.weight'."),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -32,7 +31,7 @@ _FILES_SHOWN = 2
 
 
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="The checkpoint's directory.")],
+    checkpoint: Annotated[str, typer.Argument(help="The checkpoint's directory, or URL.")],
     key: Annotated[
         str | None,
         typer.Argument(help="A key, the beginning of some, or a pattern such as '*.weight'."),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,7 +25,7 @@ __all__ = ["ls"]
 
 
 def ls(
-    directory: Annotated[Path, typer.Argument(help="The directory of the checkpoints.")],
+    directory: Annotated[str, typer.Argument(help="The directory of the checkpoints, or URL.")],
     naming: Annotated[
         str | None,
         typer.Option(help="How checkpoints are named, as in 'checkpoint-{}'. [step-NNNNNNNN]"),
@@ -54,13 +53,21 @@ def _json(entry: Listed) -> dict[str, object]:
     return {**asdict(entry), "metrics": metrics}
 
 
+def _ranks(entry: Listed) -> str:
+    if entry.ranks is None:
+        return ""
+    # Where each node has a directory of its own, others have the rest.
+    here = f"{entry.ranks - entry.elsewhere} of " if entry.elsewhere else ""
+    return f"{here}{entry.ranks}"
+
+
 def _show(found: list[Listed]) -> None:
     rows = [
         [
             str(entry.step),
             "" if entry.age is None else format_seconds(entry.age),
             "" if entry.bytes is None else format_bytes(entry.bytes),
-            "" if entry.ranks is None else str(entry.ranks),
+            _ranks(entry),
             entry.state + (f": {entry.reason}" if entry.reason else ""),
             "final" if entry.final else "",
             " ".join(f"{name}={number:.6g}" for name, number in entry.metrics.items()),
@@ -71,6 +78,10 @@ def _show(found: list[Listed]) -> None:
     if rows:
         headings = ["step", "age", "size", "ranks", "state", "", "metrics"]
         print_table(headings, rows, right=">>>>")
+        shared = sum(entry.bytes_shared for entry in found)
+        if shared:
+            size = format_bytes(sum(entry.bytes or 0 for entry in found) - shared)
+            say(f"{size} on disk, since checkpoints share files of frozen parts")
     else:
         say("no checkpoints")
     others = [[entry.name, entry.reason] for entry in found if entry.step is None]

@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,7 +23,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from pyckpt.printable import printable
+from pyckpt.printable import digits, printable
+from pyckpt.remote.address import is_url, local_path
 
 __all__ = [
     "BAD",
@@ -36,6 +38,7 @@ __all__ = [
     "finite",
     "format_bytes",
     "format_seconds",
+    "local",
     "logging_to_stderr",
     "print_json",
     "print_table",
@@ -51,6 +54,17 @@ FAILED = 2
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")]
 """The type of each command's option ``--json``."""
+
+
+def local(text: str) -> Path:
+    """An argument that is a path of a file system, and not the URL of an object store."""
+    path = local_path(text)
+    if is_url(path):
+        raise typer.BadParameter(
+            f"{text} is a URL, which this command does not take; download it (aws s3 cp "
+            "--recursive, say), and give it the directory"
+        )
+    return Path(path)
 
 
 class _Console(Console):
@@ -177,9 +191,9 @@ def format_bytes(count: float) -> str:
     """A size for people, in decimal units: ``1.50 GB``."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(count) < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+            return f"{count:.0f} B" if unit == "B" else f"{digits(count)} {unit}"
         count /= 1000
-    return f"{count:.3g} PB"
+    return f"{digits(count)} PB"
 
 
 def format_seconds(seconds: float) -> str:

@@ -12,6 +12,7 @@ from pyckpt.cli.output import (
     AsJson,
     complain,
     format_bytes,
+    local,
     print_json,
     print_table,
     say,
@@ -21,7 +22,9 @@ __all__ = ["prune"]
 
 
 def prune(
-    directory: Annotated[Path, typer.Argument(help="The directory of a Checkpointer.")],
+    directory: Annotated[
+        Path, typer.Argument(parser=local, help="The directory of a Checkpointer.")
+    ],
     keep_last: Annotated[int, typer.Option(min=0, help="Keep so many of the newest.")],
     keep_every: Annotated[
         int | None, typer.Option(min=1, help="Keep also multiples of this step.")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from pyckpt.cli.output import AsJson, console, format_bytes, print_json
+from pyckpt.cli.output import AsJson, console, format_bytes, local, print_json
 from pyckpt.format import commit
 from pyckpt.printable import printable
 
@@ -55,7 +55,10 @@ def register(app: typer.Typer) -> None:
 
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A checkpoint, or a run, of which the newest valid one is taken.")
+        Path,
+        typer.Argument(
+            parser=local, help="A checkpoint, or a run, of which the newest valid one is taken."
+        ),
     ],
     out: Annotated[
         Path,
@@ -158,12 +161,15 @@ def import_(
     source: Annotated[
         Path,
         typer.Argument(
+            parser=local,
             help="A file of torch.save; safetensors, a file or a folder; a DCP checkpoint; "
             "Lightning's .ckpt; a Trainer's checkpoint-N; a folder of Accelerate's save_state; "
-            "torchtitan's step-N."
+            "torchtitan's step-N.",
         ),
     ],
-    directory: Annotated[Path, typer.Argument(help="The run: where a Checkpointer saves.")],
+    directory: Annotated[
+        Path, typer.Argument(parser=local, help="The run: where a Checkpointer saves.")
+    ],
     step: Annotated[
         int | None, typer.Option(help="The step, if the source does not tell it.", min=0)
     ] = None,
@@ -220,7 +226,9 @@ def import_(
 
 
 def repair_optimizer(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a file of torch.save.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(parser=local, help="A checkpoint, or a file of torch.save.")
+    ],
     out: Annotated[
         Path | None, typer.Option(help="Write there, and leave the checkpoint as it is.")
     ] = None,

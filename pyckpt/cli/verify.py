@@ -16,10 +16,12 @@ from pyckpt.cli.output import (
     complain,
     counted,
     format_bytes,
+    local,
     print_json,
     progress_bar,
     say,
 )
+from pyckpt.printable import seconds_text
 
 if TYPE_CHECKING:
     from pyckpt.tools.verifying import Verified
@@ -31,7 +33,8 @@ _SHOWN = 50
 
 def verify(
     checkpoints: Annotated[
-        list[Path], typer.Argument(help="Checkpoints, or directories of checkpoints.")
+        list[Path],
+        typer.Argument(parser=local, help="Checkpoints, or directories of checkpoints."),
     ],
     as_json: AsJson = False,
 ) -> None:
@@ -82,7 +85,7 @@ def verify(
 
 
 def _show(name: str, found: Verified, seconds: float) -> None:
-    speed = f"{format_bytes(found.bytes)} in {seconds:.3g} s"
+    speed = f"{format_bytes(found.bytes)} in {seconds_text(seconds)}"
     if seconds > 0:
         speed += f" ({format_bytes(found.bytes / seconds)}/s)"
     if found.good:
@@ -110,6 +113,7 @@ def _json(found: Verified) -> dict[str, Any]:
     return {
         "good": found.good,
         "items": found.items,
+        "hashed": found.hashed,
         "bytes": found.bytes,
         "by_stock": found.by_stock,
         "metadata_checked": found.metadata_checked,

@@ -19,7 +19,7 @@ from pyckpt.errors import LoadError
 from pyckpt.statistics import WriteStatistics
 from pyckpt.train.state import values
 from pyckpt.train.state.saved import Tree
-from pyckpt.train.store.catalog import NOTE_KEY
+from pyckpt.train.store.catalog import OWN_KEYS
 from pyckpt.train.store.pieces import Direct
 
 __all__ = ["as_saved", "copy_checkpoint", "existing_above", "write"]
@@ -59,7 +59,7 @@ def copy_checkpoint(
     keys = None if key is None else (key,)
     scratch = existing_above(target)
     with stored(source, scratch=scratch, keys=keys, direct=direct, engine=engine) as found:
-        state = {name: one for name, one in found.state.items() if name != NOTE_KEY}
+        state = {name: one for name, one in found.state.items() if name not in OWN_KEYS}
         saved = found.tree
         if key is not None:
             state, saved = state[key], saved[key]

@@ -95,11 +95,11 @@ def _counted(progress: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def trainer(contents: Contents, folder: Path, scratch: Path, stack: ExitStack) -> None:
     """A ``checkpoint-500`` of a Trainer."""
-    text = (folder / "trainer_state.json").read_text(encoding="utf-8")
+    content = (folder / "trainer_state.json").read_bytes()
     try:
-        state = json.loads(text)
+        state = json.loads(content)
         contents.step = int(state["global_step"])
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise CorruptCheckpoint(
             f"{folder}/trainer_state.json is not readable: {error}", path=str(folder)
         ) from error

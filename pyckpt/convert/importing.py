@@ -20,7 +20,7 @@ from pyckpt.engine import Engine
 from pyckpt.errors import LoadError, UnsafeCheckpoint
 from pyckpt.format import commit
 from pyckpt.train.arguments import directory_of, step_of
-from pyckpt.train.store.catalog import NOTE_KEY, note
+from pyckpt.train.store.catalog import NOTE_KEY, OWN_KEYS, note
 from pyckpt.train.store.names import DEFAULT, Naming
 from pyckpt.train.store.pieces import Direct
 
@@ -266,8 +266,7 @@ class _Reader:
                 f"{len(found.report.not_verified)} entries have no checksums that could be compared"
             )
         meta = self._path / "meta.pt"
-        if meta.is_file() and "state_dict" not in state and "model" in state:
-            contents.kind = "a sharded checkpoint of Lightning"
+        if meta.is_file():
             self._read_sharded_lightning(state, meta)
         elif "train_state" in state and not is_optimizer(state.get("optimizer")):
             contents.kind = "a checkpoint of torchtitan"
@@ -282,11 +281,21 @@ class _Reader:
             contents.step = _step_told(own_note) or _step_in_name(self._path.name)
 
     def _read_sharded_lightning(self, state: dict[str, Any], meta: Path) -> None:
+        contents = self._contents
         rest, left_out = read_torch(meta)
-        self._contents.leave_out(left_out)
-        optimizers = [state[key] for key in sorted(state) if key.startswith("optimizer_")]
-        saved = {**rest, "state_dict": state["model"], "optimizer_states": optimizers}
-        frameworks.lightning(self._contents, saved)
+        contents.leave_out(left_out)
+        # FSDPStrategy and ModelParallelStrategy have a name each.
+        weights = next((name for name in ("state_dict", "model") if name in state), None)
+        if weights is None or "pytorch-lightning_version" not in rest:
+            contents.kind = "a sharded checkpoint of Lightning Fabric"
+            self._add_entries({**rest, **state})
+            return
+        contents.kind = "a sharded checkpoint of Lightning"
+        names = [key for key in state if key.startswith("optimizer_")]
+        # The tenth comes after the second.
+        optimizers = [state[key] for key in sorted(names, key=lambda key: (len(key), key))]
+        saved = {**rest, "state_dict": state[weights], "optimizer_states": optimizers}
+        frameworks.lightning(contents, saved)
 
     def _add_entries(self, saved: Mapping[str, Any]) -> None:
         """Each entry under its usual name."""
@@ -298,7 +307,7 @@ class _Reader:
             name = self._names.get(str(key), str(key))
             if name in contents.objects:
                 raise LoadError(f"{self._path} has {name!r} twice; give one another name")
-            if name == NOTE_KEY:
+            if name in OWN_KEYS:
                 continue
             if name in _STEPS and contents.step is None and _is_step(value):
                 contents.step = int(value)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,13 +21,16 @@ from pyckpt.dcp.load import load
 from pyckpt.dcp.reader import DirectReader
 from pyckpt.dcp.renaming import Rename
 from pyckpt.dcp.report import Conversion, LoadReport, some
+from pyckpt.dcp.together import gather
 from pyckpt.engine import Engine
 from pyckpt.errors import LoadError
 from pyckpt.format import commit
 from pyckpt.format.paths import paths
+from pyckpt.remote.address import place_of
 from pyckpt.train.finder import Finder
 from pyckpt.train.restorer import LoadOptions, Restorer
 from pyckpt.train.state.app_state import AppState
+from pyckpt.train.store.catalog import Catalog
 from pyckpt.train.store.pieces import Direct
 from pyckpt.train.sync.ranks import Ranks
 
@@ -60,7 +65,8 @@ def load_model(
         module: its tensors are filled in place, in their dtypes and on their devices.
         path: a checkpoint, of pyckpt or of stock PyTorch; or a Checkpointer's directory, of which
             the newest valid checkpoint is loaded, also if there is an export beside it; or an
-            export: a folder of safetensors or ``pytorch_model.bin``, or such a file.
+            export: a folder of safetensors or ``pytorch_model.bin``, or such a file. Or the URL
+            of a checkpoint in an object store.
         key: the name of the model in the checkpoint's state. A checkpoint whose state *is* a
             model's state dict needs none.
         missing: what to do about parameters that are not there: raise, or "keep" them.
@@ -80,32 +86,108 @@ def load_model(
         CorruptCheckpoint: bytes are not those that were saved. The module may have been changed.
         UnsafeCheckpoint: a file holds objects that only its own code could make.
         OSError: a file cannot be read.
+        RanksLost: a rank did not come.
     """
     options = LoadOptions(missing=missing, unexpected=unexpected, rename=rename)
-    where = Path(path).expanduser()
-    if not where.exists():
-        raise FileNotFoundError(2, "there are no weights to load", str(where))
-    weights = None if (where / commit.metadata_name()).exists() else _weights_at(where)
-    if weights is not None and not where.is_dir():
-        return _load_files(module, weights, key, options)
-    finder = Finder(where, direct, engine, naming)
+    place = place_of(path)
     ranks = Ranks(process_group)
     try:
-        # An export among a run's checkpoints is older than the newest of them, or as old.
-        if weights is not None and not ranks.largest(int(finder.latest() is not None)):
-            return _load_files(module, weights, key, options)
-        restorer = Restorer(finder._catalog, ranks, direct=direct, engine=engine)
-        if not (where / commit.metadata_name()).exists():
+        with ranks.acting("loading weights"):
+            seen = _look(place, key, direct, engine, naming, ranks)
+        if seen.kind == "files":
+            assert seen.weights is not None
+            return _load_files(module, seen.weights, key, options)
+        if seen.kind == "bare":
+            reader = DirectReader(seen.place, direct=direct, engine=engine)
+            return _load_bare(module, reader, key, options, ranks)
+        restorer = Restorer(seen.catalog, ranks, direct=direct, engine=engine)
+        if seen.kind == "run":
             restorer.restore({key: module}, None, options, required=True)
-        elif _is_bare(where, key, direct, engine):
-            reader = DirectReader(where, direct=direct, engine=engine)
-            return _load_bare(module, reader, key, options, process_group)
         else:
-            restorer.load(where, {key: module}, options)
+            restorer.load(seen.place, {key: module}, options)
         assert restorer.report is not None
         return restorer.report
     finally:
         ranks.close()
+
+
+# --- what is there ------------------------------------------------------------------------------
+
+_Kind = Literal["files", "run", "bare", "checkpoint"]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What there is to load from."""
+
+    kind: _Kind
+    place: Path | str
+    catalog: Catalog
+    weights: Path | None = None
+    """The files of weights; None where there are none, or something else is loaded."""
+
+
+def _look(
+    place: Path | str,
+    key: str,
+    direct: Direct,
+    engine: Engine | None,
+    naming: str | None,
+    ranks: Ranks,
+) -> _Seen:
+    """What all ranks load from. Collective: what follows differs by the kind, and is collective,
+    too, so no rank may go on where another cannot look, or sees another kind.
+
+    Raises:
+        LoadError: ranks see different things there.
+        Exception: a rank could not look; raised on all.
+    """
+    found: list[_Seen] = []
+
+    def look() -> _Kind:
+        if isinstance(place, str):
+            found.append(_look_there(place, key, direct, engine))
+        else:
+            found.append(_look_here(place.expanduser(), key, direct, engine, naming))
+        return found[0].kind
+
+    doing = "looking for weights"
+    kinds = set(gather(look, process_group=ranks.work, doing=doing))
+    if len(kinds) == 1:
+        return found[0]
+    if kinds == {"files", "run"}:
+        return replace(found[0], kind="run")  # an export, to ranks that see no checkpoint beside it
+    what = " and ".join(sorted(kinds))
+    raise LoadError(f"ranks see different things at {place}: {what}; is it the same for all?")
+
+
+def _look_there(url: str, key: str, direct: Direct, engine: Engine | None) -> _Seen:
+    try:
+        is_bare = _is_bare(url, key, direct, engine)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            errno.ENOENT,
+            "no checkpoint is at this address; if it is a run's, name one of its checkpoints "
+            "(pyckpt ls URL lists them)",
+            url,
+        ) from error
+    return _Seen("bare" if is_bare else "checkpoint", url, Catalog(Path(url)))
+
+
+def _look_here(
+    where: Path, key: str, direct: Direct, engine: Engine | None, naming: str | None
+) -> _Seen:
+    if not where.exists():
+        raise FileNotFoundError(2, "there are no weights to load", str(where))
+    finder = Finder(where, direct, engine, naming=naming)
+    if (where / commit.metadata_name()).exists():
+        is_bare = _is_bare(where, key, direct, engine)
+        return _Seen("bare" if is_bare else "checkpoint", where, finder._catalog)
+    weights = _weights_at(where)
+    # An export among a run's checkpoints is older than the newest of them, or as old.
+    if weights is not None and (not where.is_dir() or finder.latest() is None):
+        return _Seen("files", where, finder._catalog, weights)
+    return _Seen("run", where, finder._catalog)
 
 
 def _weights_at(path: Path) -> Path | None:
@@ -115,7 +197,7 @@ def _weights_at(path: Path) -> Path | None:
 # --- checkpoints --------------------------------------------------------------------------------
 
 
-def _is_bare(path: Path, key: str, direct: Direct, engine: Engine | None) -> bool:
+def _is_bare(path: Path | str, key: str, direct: Direct, engine: Engine | None) -> bool:
     """Whether a checkpoint has tensors at its top, and nothing of that name."""
     metadata = DirectReader(path, direct=direct, engine=engine).read_metadata()
     places = paths(metadata)
@@ -130,12 +212,12 @@ def _load_bare(
     reader: DirectReader,
     key: str,
     options: LoadOptions,
-    group: dist.ProcessGroup | None,
+    ranks: Ranks,
 ) -> LoadReport:
-    live = _live(module, group)
+    live = _live(module, ranks.work)
+    metadata = reader.read_metadata()
     saved = {
-        str(place[0]): reader.read_metadata().state_dict_metadata[name]
-        for name, place in paths(reader.read_metadata()).items()
+        str(place[0]): metadata.state_dict_metadata[name] for name, place in paths(metadata).items()
     }
     if options.rename is not None:
         saved = _renamed(saved, options.rename)
@@ -145,7 +227,9 @@ def _load_bare(
     }
     kept, left = _compare(live, shapes, options)
     state = {name: live[name] for name in live if name not in kept}
-    report = load(state, reader=reader, rename=options.rename, process_group=group)
+    # A rank that finds another one lost leaves this group, so that those that wait in it see it.
+    with ranks.acting("loading weights"):
+        report = load(state, reader=reader, rename=options.rename, process_group=ranks.work)
     return LoadReport(
         loaded=report.loaded,
         filled=report.filled,

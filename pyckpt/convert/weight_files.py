@@ -54,7 +54,8 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
     Raises:
         CorruptCheckpoint: a file is damaged, or not what its name says.
-        LoadError: a file of ``torch.save`` holds something else than named tensors.
+        LoadError: a file of ``torch.save`` holds something else than named tensors, or a tensor is
+            of a type that this torch does not have.
         UnsafeCheckpoint: it cannot be read without code of its own.
         OSError: a file cannot be read.
     """
@@ -69,6 +70,11 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         # A name with a path in it would read files that are no part of this model.
         if name != os.path.basename(name) or name in ("", ".", ".."):
             raise CorruptCheckpoint(f"{path} names the file {name!r}", path=str(path))
+        try:
+            os.fsencode(name)
+        except UnicodeEncodeError as error:  # no file can have it: half of a surrogate pair
+            what = f"{path} names the file {name!r}"
+            raise CorruptCheckpoint(what, path=str(path)) from error
         tensors |= _read_one(path.parent / name)
     missing = [name for name in weight_map if name not in tensors]
     if missing:
@@ -162,7 +168,7 @@ def _tensor(storage: Any, start: int, size: int, entry: Any, name: str, path: Pa
         raise CorruptCheckpoint(f"{path} describes {name!r} wrongly", path=str(path), key=name)
     dtype = _DTYPES.get(code)
     if dtype is None:
-        raise ValueError(f"{path}: {name} is of the type {code!r}, which torch does not have")
+        raise LoadError(f"{path}: {name!r} is of the type {code!r}, which this torch does not have")
     # torch counts elements, and steps from one to the next, in 64 bits, of empty tensors, too.
     fits = math.prod(max(1, one) for one in shape) * dtype.itemsize <= _BYTES_MAX
     count = math.prod(shape) * dtype.itemsize if fits else None

@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from pyckpt.format.metadata import read
+from pyckpt.format.metadata import SIZE_MAX, decode, read
+from pyckpt.remote.address import is_url
+from pyckpt.remote.folder import RemoteFolder
 
 __all__ = ["look_up", "refer_to_file"]
 
@@ -21,14 +23,18 @@ _Part = Literal["state_dict_metadata", "planner_data", "storage_data"]
 
 
 class _File:
-    """A ``.metadata`` file, read once, when it is first looked at. Pickles as its name."""
+    """A ``.metadata`` file, or object, read when it is first looked at. Pickles as its name."""
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     @cached_property
     def metadata(self) -> Metadata:
-        return read(self.path)
+        if not is_url(self.path):
+            return read(self.path)
+        folder, _, name = self.path.rpartition("/")
+        data = RemoteFolder(folder).read(name, most=SIZE_MAX)
+        return decode(data, path=self.path)
 
     def __reduce__(self) -> Any:
         return _File, (self.path,)

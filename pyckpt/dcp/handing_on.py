@@ -12,7 +12,7 @@ import io
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,16 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from pyckpt.dcp.failures import portable
 
-__all__ = ["Company", "Keeper", "Passage", "Wanted", "as_bytes", "hand_on", "reliefs"]
+__all__ = [
+    "Company",
+    "Keeper",
+    "Passage",
+    "Wanted",
+    "as_bytes",
+    "hand_on",
+    "is_known_to_carry",
+    "reliefs",
+]
 
 _PIECE_BYTES = 16 << 20
 """Of one transfer: large enough to be quick, small enough that a chain of ranks works at once."""
@@ -29,6 +38,7 @@ _SMALL_BYTES = 1 << 20
 _ALIGNMENT = 16  # of a tensor among others, so that it can be looked at as its dtype
 _SENDS_MAX = 4  # under way from one rank, whose memory is held until they are over
 _NUMBER_BYTES = 8
+_NUMBERS_MAX = 10  # that a rank tells the others at a time
 
 T = TypeVar("T")
 
@@ -45,9 +55,20 @@ class Wanted(NamedTuple):
     """Bytes that travel; those of an object may be fewer."""
     device: str
     """The type of the device that the bytes travel from and to."""
+    is_memory: bool
+    """Whether the destination is host memory, in one piece, on all ranks that want it."""
 
 
 # --- the ranks ------------------------------------------------------------------------------------
+
+
+def is_known_to_carry(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group's backends are of those of which pyckpt knows what they carry: the memory of
+    the CPU, of a GPU, or both. A program may register others, and then has to ask for sharing."""
+    config = dist.get_backend_config(group)
+    # "gloo", or "cpu:gloo,cuda:nccl"
+    names = {one.rpartition(":")[2] for one in str(config).lower().split(",")}
+    return not names.isdisjoint(("gloo", "mpi", "nccl"))
 
 
 class Company:
@@ -64,8 +85,13 @@ class Company:
         backends = str(dist.get_backend_config(group)).lower()
         self._carries_cpu = "gloo" in backends or "mpi" in backends or "fake" in backends
         self._carries_cuda = "nccl" in backends
-        # Whether this rank has failed, and a size: where there is no memory, there is this.
-        self._state = torch.zeros(2, dtype=torch.int64, device=self.device_for("cpu"))
+        # Where there is no memory, there is this: whether this rank has failed, and a size; then a
+        # row for each rank, and one for what this rank tells: whether it has failed, and numbers.
+        row = 1 + _NUMBERS_MAX
+        memory = torch.zeros(
+            2 + (self._ranks + 1) * row, dtype=torch.int64, device=self.device_for("cpu")
+        )
+        self._state, self._told = memory[:2], memory[2:].view(self._ranks + 1, row)
 
     def device_for(self, device: str) -> str:
         """The type of the device by which bytes for a ``device`` travel."""
@@ -109,6 +135,32 @@ class Company:
         dist.all_gather(rows_received, sent, group=self.group)
         return received
 
+    def tell(self, make: Callable[[], Sequence[int]]) -> list[list[int]]:
+        """What each rank says: a few numbers. One collective, where `exchange` is three.
+
+        Args:
+            make: what this rank says: as many numbers as the others, of 64 bits.
+
+        Raises:
+            Exception: what it raised, on this rank or else on another.
+        """
+        *rows, own = self._told.unbind(0)
+        failure: Exception | None = None
+        count = 0
+        own.zero_()
+        try:
+            numbers = torch.tensor(make(), dtype=torch.int64, device="cpu")
+            count = len(numbers)
+            own[1 : 1 + count].copy_(numbers)
+        except Exception as error:
+            failure = error  # the other ranks wait for what this one says
+            own[0] = 1
+        dist.all_gather(rows, own, group=self.group)
+        told: list[list[int]] = self._told[:-1].tolist()
+        if any(has_failed for has_failed, *_ in told):
+            self._raise(failure)
+        return [row[1 : 1 + count] for row in told]
+
     @staticmethod
     def said(row: torch.Tensor) -> torch.Tensor:
         """The bytes that a rank said, in its row of `exchange`."""
@@ -129,13 +181,17 @@ class Company:
         dist.all_reduce(self._state, dist.ReduceOp.MAX, group=self.group)
         has_failed, most = self._state.tolist()
         if has_failed:
-            failures: list[Any] = [None] * self._ranks
-            own = None if failure is None else portable(failure)
-            dist.all_gather_object(failures, own, group=self.group)
-            if failure is not None:
-                raise failure
-            raise next(error for error in failures if error is not None)
+            self._raise(failure)
         return done, most
+
+    def _raise(self, failure: Exception | None) -> NoReturn:
+        """Raise why this rank has failed, or else why another has."""
+        failures: list[Any] = [None] * self._ranks
+        own = None if failure is None else portable(failure)
+        dist.all_gather_object(failures, own, group=self.group)
+        if failure is not None:
+            raise failure
+        raise next(error for error in failures if error is not None)
 
 
 def as_bytes(tensor: torch.Tensor) -> bytearray:

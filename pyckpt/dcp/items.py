@@ -78,7 +78,7 @@ def last_place(packed: bytes) -> Place:
     return Place._make(_PLACE.unpack_from(packed, len(packed) - _PLACE.size))
 
 
-def add(job: _C.WriteJob, planner: SavePlanner, item: WriteItem, settle: Callable[[], None]) -> Raw:
+def add(job: _C.FillJob, planner: SavePlanner, item: WriteItem, settle: Callable[[], None]) -> Raw:
     """Give an item to the job. ``settle`` waits until staged memory may be read."""
     if item.type == WriteItemType.BYTE_IO:
         encoded = _encode(planner, item)
@@ -152,9 +152,12 @@ def _serialize(tensor: torch.Tensor) -> memoryview:
     return file.getbuffer()
 
 
-def write_result(item: WriteItem, name: str, raw: Raw, place: Place) -> WriteResult:
-    """The result by which DCP learns where an item lies in the file ``name``."""
-    return WriteResult(item.index, place.length, _info(name, raw, place))
+def write_result(
+    item: WriteItem, name: str, raw: Raw, place: Place, xxh3: str | None = None
+) -> WriteResult:
+    """The result by which DCP learns where an item lies in the file ``name``, and which hash its
+    payload has, if that is known."""
+    return WriteResult(item.index, place.length, _info(name, raw, place, xxh3))
 
 
 class FirstWrite(NamedTuple):
@@ -188,7 +191,7 @@ def _simple_envelope(tensor: torch.Tensor) -> _C.Envelope | None:
 
 
 def add_known(
-    job: _C.WriteJob,
+    job: _C.FillJob,
     planner: SavePlanner,
     items: Sequence[WriteItem],
     tensors: list[torch.Tensor | None],
@@ -207,7 +210,7 @@ def add_known(
         done += 1
 
 
-def _info(name: str, raw: Raw, place: Place) -> StorageInfo:
+def _info(name: str, raw: Raw, place: Place, xxh3: str | None) -> StorageInfo:
     if not raw.as_planned:
         # A planner has changed the tensor after it was planned, and has not changed the plan. So
         # the metadata is wrong about the tensor. Readers learn its dtype and size from the item
@@ -221,6 +224,7 @@ def _info(name: str, raw: Raw, place: Place) -> StorageInfo:
         payload_offset=place.payload_offset,
         payload_length=place.payload_length,
         payload_stride=raw.stride,
+        xxh3=xxh3,
     )
 
 

@@ -7,7 +7,7 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from pyckpt.activity import activity, inside
 from pyckpt.collector import collector_paused
+from pyckpt.dcp import sharing
 from pyckpt.dcp.failures import Carried, error_of, portable, portable_errors
+from pyckpt.dcp.handing_on import is_known_to_carry
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.planner import Create, LoadPlanner
 from pyckpt.dcp.reader import DirectReader
@@ -75,7 +78,7 @@ def load(
     no_dist: bool = False,
     reader: StorageReader | None = None,
     trust_metadata: bool = False,
-    share_reads: bool = False,
+    share_reads: bool | None = None,
 ) -> LoadReport: ...
 
 
@@ -97,7 +100,7 @@ def load(
     no_dist: bool = False,
     reader: StorageReader | None = None,
     trust_metadata: bool = False,
-    share_reads: bool = False,
+    share_reads: bool | None = None,
 ) -> LoadReport | dict[str, Any]:
     """Load a checkpoint into ``state_dict``, in place, and say what was done.
 
@@ -128,9 +131,12 @@ def load(
             own affair: ``verify``, ``direct`` and ``engine`` do not count then.
         trust_metadata: accept a ``reader`` that unpickles the checkpoint's metadata, which runs
             whatever code the file holds. PyTorch's ``FileSystemReader`` does so.
-        share_reads: whether ranks that want the same bytes read them once. One of the ranks reads
-            and verifies them, and hands them on through the process group. All ranks must agree.
-            It pays where the network between the ranks is faster than the file system. Of a
+        share_reads: whether ranks that want the same bytes read them once. Each reads and verifies
+            a part; the others of its host copy that from its memory, and those of other hosts get
+            it through the process group. All ranks must agree. None (the default) shares among
+            ranks of one host alone, large tensors on the CPU, where the kernel lets ranks copy
+            from each other's memory. True also shares between hosts, which pays where the network
+            is faster than the file system, and False has each rank read for itself. Of a
             checkpoint that does not name its save (``save_id``; PyTorch and pyckpt write one) each
             rank reads its own.
 
@@ -168,10 +174,24 @@ def load(
     start = time.perf_counter()
     where = getattr(reader, "path", type(reader).__name__)
     amount = getattr(reader, "_amount", None)  # foreign readers do not tell
+    # Only our own readers say what the automatic way has to know, and leave foreign plans alone.
+    is_known = _leaves_items(reader) and not isinstance(reader, FileSystemReader)
+    shares = not alone and (share_reads or share_reads is None)
+    if shares and share_reads is None:
+        talks = dist.get_world_size(process_group) > 1 and is_known_to_carry(process_group)
+        shares = is_known and talks
     for attempt in range(_ATTEMPTS):
+        states = {
+            key: value.state_dict() if _is_stateful(value) else value
+            for key, value in sorted(state_dict.items(), key=lambda entry: str(entry[0]))
+        }
         change = partial(_renamed, state_dict, rename)
-        if share_reads and not alone:
-            shown: _HonestReader = _SharingReader(reader, change, process_group)
+        if isinstance(state_dict, _Everything):
+            change = partial(_filled, states)
+        if shares:
+            shown: _HonestReader = _SharingReader(
+                reader, change, process_group, automatic=share_reads is None
+            )
         else:
             shown = _HonestReader(reader, change)
         planner = LoadPlanner(
@@ -185,13 +205,10 @@ def load(
         planner._items_stay = _leaves_items(reader)
         # Ranks that share what they read have to know each item.
         is_local = type(reader) is DirectReader and isinstance(reader.path, Path)
-        planner._reads_plain = is_local and type(shown) is _HonestReader
+        may_share = shares and (share_reads or _replicated_bytes(states) >= sharing.WORTH_BYTES)
+        planner._reads_plain = is_local and not may_share
         if isinstance(shown, _SharingReader):
             vars(planner)["finish_plan"] = shown.finishing(planner)
-        states = {
-            key: value.state_dict() if _is_stateful(value) else value
-            for key, value in sorted(state_dict.items(), key=lambda entry: str(entry[0]))
-        }
         failure: CheckpointException | None = None
         try:
             # Not dcp.load: it warns, at each call, that it does not use torch.distributed.
@@ -213,7 +230,7 @@ def load(
             raise error_of(failure, alone=alone, kind=LoadError, doing="loading")
     decode_in_place(states)
     for key, value in states.items():
-        entry = state_dict[key]
+        entry: Any = state_dict.get(key)
         if _is_stateful(entry):
             entry.load_state_dict(value)
         else:
@@ -235,11 +252,21 @@ def load_all(
 ) -> dict[str, Any]:
     """What was saved, in dicts and lists as it was then; each process loads for itself."""
     reader = DirectReader(path, verify=verify, direct=direct, engine=engine)
-    metadata = reader.read_metadata()
-    names = dict.fromkeys(str(path[0]) for path in paths(metadata).values())
-    state: dict[str, Any] = dict.fromkeys(names)
+    reader.read_metadata()  # raises where each rank has saved for itself: no file names all then
+    state = _Everything()
     load(state, reader=reader, allow=allow, device=device, no_dist=True)
-    return state
+    return dict(state)
+
+
+class _Everything(dict[str, Any]):
+    """A state for all that a checkpoint holds. What that is says the metadata that is then loaded:
+    the checkpoint may be saved over meanwhile, with other names."""
+
+
+def _filled(states: dict[str, Any], metadata: Metadata) -> Metadata:
+    """Gives a state all names of a checkpoint."""
+    states.update(dict.fromkeys(str(path[0]) for path in paths(metadata).values()))
+    return metadata
 
 
 def _rank(process_group: dist.ProcessGroup | None) -> int:
@@ -278,6 +305,22 @@ def _leaves_items(reader: StorageReader) -> bool:
 def _is_stateful(value: Any) -> bool:
     # The protocol's own check is slow, and tensors are what there are many of.
     return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
+
+
+def _replicated_bytes(value: Any) -> int:
+    """Bytes of the tensors in a state, on the CPU, that other ranks may well want all the same."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            return 0
+        if isinstance(value, DTensor):
+            is_alike = any(placement.is_replicate() for placement in value.placements)
+            return value.to_local().nbytes if is_alike else 0
+        return value.nbytes if type(value) in (torch.Tensor, torch.nn.Parameter) else 0
+    if isinstance(value, Mapping):
+        return sum(_replicated_bytes(part) for part in value.values())
+    if isinstance(value, list):
+        return sum(_replicated_bytes(part) for part in value)
+    return 0
 
 
 def _finish(report: LoadReport, reader: Any, of_others: set[str], seconds: float) -> LoadReport:
@@ -337,6 +380,7 @@ class _SharingReader(_HonestReader):
         reader: what each of them reads with.
         change: what to make of the metadata.
         group: the ranks; None for all.
+        automatic: see `read_shared`.
     """
 
     def __init__(
@@ -344,9 +388,12 @@ class _SharingReader(_HonestReader):
         reader: StorageReader,
         change: Callable[[Metadata], Metadata],
         group: dist.ProcessGroup | None,
+        *,
+        automatic: bool,
     ) -> None:
         super().__init__(reader, change)
         self._group = group
+        self._automatic = automatic
         self._failure: Exception | None = None
 
     def finishing(self, planner: LoadPlanner) -> Callable[[LoadPlan], LoadPlan]:
@@ -364,11 +411,14 @@ class _SharingReader(_HonestReader):
         return finish_plan
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Any:
-        from pyckpt.dcp.sharing import read_shared
-
         with portable_errors():
-            self.of_others = read_shared(
-                self._reader, plan, planner, self._group, failure=self._failure
+            self.of_others = sharing.read_shared(
+                self._reader,
+                plan,
+                planner,
+                self._group,
+                automatic=self._automatic,
+                failure=self._failure,
             )
         future: Future[None] = Future()
         future.set_result(None)

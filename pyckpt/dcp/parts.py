@@ -41,14 +41,17 @@ class Part:
     rank: int
     host: str
     path: str
-    inode: int
-    """The inode of the directory at that path."""
+    identity: int | None
+    """The inode of the directory at that path; None for an address in a store."""
     number: int
     """The number of this save, as the rank counts its saves."""
     save_id: str
     """The id in the name of the rank's file."""
     has_room: bool = True
     """Whether the rank has memory for this save."""
+    others: tuple[str, ...] = ()
+    """Names of other files that the rank may make besides the one that the id names: of frozen
+    parts."""
 
 
 @dataclass(frozen=True)
@@ -158,5 +161,7 @@ def refuse_mixture(seen: Sequence[object]) -> None:
 
 def _is_same_save(part: Part, other: Part) -> bool:
     # Ranks may have mounted the same directory at different places.
-    same_directory = part.path == other.path or part.inode == other.inode
+    same_directory = part.path == other.path or (
+        part.identity is not None and part.identity == other.identity
+    )
     return same_directory and part.number == other.number

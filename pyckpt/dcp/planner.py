@@ -125,7 +125,8 @@ class LoadPlanner(DefaultLoadPlanner):
                 saved = self._saved[item.storage_index.fqn]
                 assert isinstance(saved, TensorStorageMetadata)
                 nbytes += item.lengths.numel() * saved.properties.dtype.itemsize
-        return replace(self._report, bytes=nbytes)
+        # The order in which values are read is not the same in all ways to read.
+        return replace(self._report, bytes=nbytes, replaced=sorted(self._report.replaced))
 
     # --- planning -----------------------------------------------------------------------------
 
@@ -161,7 +162,8 @@ class LoadPlanner(DefaultLoadPlanner):
         """Compare state and checkpoint, and list the reads.
 
         Raises:
-            LoadError: keys are missing or unexpected and the policy is "error", or shapes differ.
+            LoadError: keys are missing or unexpected and the policy is "error", or shapes differ,
+                or tensors are complex in the checkpoint alone.
             CorruptCheckpoint: the metadata contradicts itself, or lacks a part of a tensor.
         """
         with named("plan"):
@@ -194,6 +196,7 @@ class LoadPlanner(DefaultLoadPlanner):
             report.filled.append(name)
         for name, device in to_create:
             values[name] = self._new_tensor(name, device)
+        self._refuse_complex([*present, *(name for name, _ in to_create)])
         return self._plan(present, [name for name, _ in to_create], extra, report)
 
     def _take_plain(self) -> Iterable[str]:
@@ -303,6 +306,22 @@ class LoadPlanner(DefaultLoadPlanner):
                 f"tensors of another shape in the checkpoint than in the state "
                 f"({len(mismatched)}): {some(mismatched.values(), _KEYS_SHOWN)}",
                 mismatched=tuple(mismatched),
+            )
+
+    def _refuse_complex(self, names: list[str]) -> None:
+        """torch would drop the imaginary parts, and say so once a process."""
+        lossy = [
+            name
+            for name in names
+            if isinstance(item := self._saved[name], TensorStorageMetadata)
+            and item.properties.dtype.is_complex
+            and not self.state_dict[name].dtype.is_complex
+        ]
+        if lossy:
+            raise LoadError(
+                f"complex values would lose their imaginary parts in {some(lossy, _KEYS_SHOWN)}; "
+                "load them into complex tensors",
+                mismatched=tuple(lossy),
             )
 
     def _new_tensor(self, name: str, device: torch.device) -> torch.Tensor:

@@ -21,7 +21,7 @@ from pyckpt.dcp.reading import Load, save_id_of
 from pyckpt.engine import Engine, default_engine
 from pyckpt.format import commit
 from pyckpt.private import ExtensionRegistry
-from pyckpt.remote.address import is_url, local_path
+from pyckpt.remote.address import is_url, local_path, place_of
 from pyckpt.remote.folder import RemoteFolder
 from pyckpt.statistics import ReadStatistics
 from pyckpt.timeline import named
@@ -74,7 +74,7 @@ class DirectReader(StorageReader):
             raise ValueError(f"{verify = } must be 'items' or 'none'.")
         if direct not in ("auto", "require", "off"):
             raise ValueError(f"{direct = } must be 'auto', 'require' or 'off'.")
-        self.path = _place(path)
+        self.path = place_of(path)
         self.verify = verify
         self.direct = direct
         self._engine = engine
@@ -126,7 +126,10 @@ class DirectReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is a directory that can be read, or a URL."""
-        path = local_path(checkpoint_id)
+        try:
+            path = local_path(checkpoint_id)
+        except ValueError:
+            return False
         return is_url(path) or Path(path).is_dir()
 
     @property
@@ -138,7 +141,7 @@ class DirectReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = _place(checkpoint_id)
+            self.path = place_of(checkpoint_id)
         self._load_id = str(uuid.uuid4())
         self._metadata = None
         self._loads = []
@@ -192,12 +195,6 @@ class DirectReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-
-def _place(path: str | os.PathLike[str]) -> Path | str:
-    """A path, or the URL of a store as it is."""
-    path = local_path(path)
-    return os.fspath(path).rstrip("/") if is_url(path) else Path(path)
 
 
 def _has_lost_metadata(path: Path | str) -> bool:

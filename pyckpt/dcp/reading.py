@@ -211,11 +211,23 @@ class Load:
             infos = [tensors[i][1] for i in batch]
             for i, payload in zip(batch, self._read_ends(infos), strict=True):
                 item, info = tensors[i]
-                if payload is not None and payload.shape != tuple(self._chunk_size(item)):
-                    what = f"a tensor of size {payload.shape} is stored there"
-                    raise damaged(item, info, self._folder, what)
+                if payload is not None:
+                    self._check_stored(item, info, payload)
                 payloads[i] = payload
         return payloads
+
+    def _check_stored(self, item: ReadItem, info: StorageInfo, found: Payload) -> None:
+        what = ""
+        if found.shape != tuple(self._chunk_size(item)):
+            what = f"a tensor of size {found.shape}"
+        # Its imaginary parts would be lost.
+        elif found.dtype.is_complex and not self._is_complex(item):
+            what = f"a tensor of {found.dtype}"
+        if what:
+            raise damaged(item, info, self._folder, f"{what} is stored there")
+
+    def _is_complex(self, item: ReadItem) -> bool:
+        return self._tensor(item.storage_index.fqn).properties.dtype.is_complex
 
     def _recorded(self, item: ReadItem, info: StorageInfo) -> Payload | None:
         """What the metadata tells of an item's payload, where we wrote it."""
@@ -333,6 +345,9 @@ class Load:
         if not isinstance(tensor, torch.Tensor) or tensor.shape != self._chunk_size(item):
             info = self._metadata.storage_data[item.storage_index]
             raise damaged(item, info, self._folder, "not a tensor of its size")
+        if tensor.is_complex() and not self._is_complex(item):
+            info = self._metadata.storage_data[item.storage_index]
+            raise damaged(item, info, self._folder, "not a tensor of its dtype")
         if is_special(tensor) or not is_plain_type(tensor):
             take = getattr(self._planner, "take", None)
             if take is not None and take(item, tensor):

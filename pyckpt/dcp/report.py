@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from pyckpt.printable import printable, size_text
+from pyckpt.printable import printable, seconds_text, size_text
 
 __all__ = ["Conversion", "Difference", "LoadReport", "Replacement"]
 
@@ -102,7 +102,7 @@ class LoadReport:
         count = len(self.loaded) + len(self.filled)
         return (
             f"loaded {count} {'key' if count == 1 else 'keys'}, {size_text(self.bytes)} "
-            f"in {self.seconds:.3g} s ({self.gigabytes_per_second:.2f} GB/s)"
+            f"in {seconds_text(self.seconds)} ({self.gigabytes_per_second:.2f} GB/s)"
         )
 
     def __repr__(self) -> str:

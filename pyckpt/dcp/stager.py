@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -14,6 +14,7 @@ import torch
 
 from pyckpt import _C, guard
 from pyckpt.collector import collector_paused
+from pyckpt.dcp.plans import KnownPlan
 from pyckpt.dcp.recipes import CopyRecipe, Recipes
 from pyckpt.dcp.staging import Staging
 from pyckpt.engine import Engine, default_engine
@@ -148,10 +149,15 @@ class PinnedStager:
 
     # For the program.
 
-    def prewarm(self, state_dict: dict[str, Any]) -> None:
+    def prewarm(self, state_dict: dict[str, Any], *, background: bool = False) -> None:
         """Allocate the memory that saving such a state needs, register it with CUDA, and prepare
         the GPUs of the state, so that the first save does not have to. Copies nothing. May be
         called on a thread of its own, while the first steps run.
+
+        Args:
+            background: return at once, and have a native thread of low priority do it. A save that
+                comes before it is done goes on from there. What cannot be made is left to that
+                save, which raises the error.
 
         Raises:
             OSError: the system does not have that much memory.
@@ -161,7 +167,9 @@ class PinnedStager:
         sources = recipe.leaves.sources(leaves)
         devices = {s.get_device() for s in sources if isinstance(s, torch.Tensor) and s.is_cuda}
         needed = recipe.needed_bytes(leaves, None)
-        self.engine.native.prewarm(needed, shared=self.shared_memory, devices=sorted(devices))
+        self.engine.native.prewarm(
+            needed, shared=self.shared_memory, devices=sorted(devices), background=background
+        )
 
     def wait_staged(self) -> None:
         """Make the program's next work wait for the copies that still read the state: GPU work on
@@ -192,17 +200,28 @@ class PinnedStager:
 
     # For DirectWriter, and for the copies of a save.
 
-    def begin(self, state_dict: dict[str, Any], *, direct: bool) -> tuple[Staging, dict[str, Any]]:
+    def begin(
+        self,
+        state_dict: dict[str, Any],
+        *,
+        direct: bool,
+        prove: Callable[[KnownPlan, Sequence[Any]], set[int]] | None = None,
+    ) -> tuple[Staging, dict[str, Any]]:
         """Begin to copy; also return the copies, as a state dict.
 
         Args:
             direct: whether the writer reads tensors that found no room in place, releases the
                 staging when it has read everything, and asks whether the staging ``has_room``. If
                 it has none, nothing was copied.
+            prove: called with the plan by which this rank wrote such a state before, if there is
+                one, and the leaves. Returns the positions of leaves that need not be copied.
         """
         with named("stage"), collector_paused():
             recipe, leaves = self._recipes.of(state_dict)
             wanted = recipe.wanted() if direct else None
+            if wanted is not None and prove is not None and recipe.plan is not None:
+                proven = prove(recipe.plan, leaves)
+                wanted = bytes(0 if i in proven else one for i, one in enumerate(wanted))
             busy = self._busy(recipe, leaves, wanted) if direct else None
             if busy is not None:
                 wanted = bytes(len(leaves))

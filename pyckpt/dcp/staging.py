@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Protocol
 
 from pyckpt import _C, guard
@@ -95,20 +96,27 @@ class Staging:
 
     def finish(self) -> None:
         """Wait for the copies; on the stager's thread."""
+        failure: BaseException | None = None
         try:
             with named("wait for copies", self.bytes):
                 self._native.wait()
         except BaseException as error:
+            failure = error
+        try:
             self._native.release_sources()
-            _logger.error("the state could not be copied, and will not be saved: %s", error)
-            if not isinstance(error, EngineClosed):
-                self._owner.keep_failure(error)
+            if failure is not None:
+                if not isinstance(failure, EngineClosed):
+                    self._owner.keep_failure(failure)
+                with suppress(Exception):  # a program's handler of the log may raise
+                    _logger.error(
+                        "the state could not be copied, and will not be saved: %s", failure
+                    )
+        finally:  # those who wait must see the end
             self._copied()
-            self.staged.set_exception(error)
-        else:
-            self._native.release_sources()
-            self._copied()
-            self.staged.set_result(None)
+            if failure is None:
+                self.staged.set_result(None)
+            else:
+                self.staged.set_exception(failure)
 
     def _copied(self) -> None:
         if not self._streams:
@@ -239,14 +247,16 @@ class Staging:
             if self._release_began:
                 return
             self._release_began = True
-        self.end_planning()
-        self._native.release()
-        guard.discard(self)
-        self._owner.forget(self)
-        if self._watch is not None and self._watch.staging is self:
-            self._watch.staging = None
-        self.ended.set_result(None)
-        self._wake.set()
+        try:
+            self.end_planning()
+            self._native.release()
+        finally:  # those who wait must see the end
+            guard.discard(self)
+            self._owner.forget(self)
+            if self._watch is not None and self._watch.staging is self:
+                self._watch.staging = None
+            self.ended.set_result(None)
+            self._wake.set()
 
     def drop(self) -> None:
         """The state dict of the copies is gone. A finalizer calls this, which may run at any line

@@ -12,7 +12,7 @@ from pyckpt.dcp.failures import error_of, portable_errors
 from pyckpt.errors import LoadError, SaveError
 from pyckpt.private import DistWrapper
 
-__all__ = ["together"]
+__all__ = ["gather", "together"]
 
 T = TypeVar("T")
 
@@ -29,18 +29,30 @@ def together(
     Raises:
         Exception: it raised on some ranks; raised on all, as `pyckpt.load` raises.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        return step()
     results: list[T] = []
+    gather(lambda: results.append(step()), process_group=process_group, doing=doing, kind=kind)
+    return results[0]
 
-    def run() -> None:
+
+def gather(
+    step: Callable[[], T],
+    *,
+    process_group: dist.ProcessGroup | None,
+    doing: str,
+    kind: type[LoadError | SaveError] = LoadError,
+) -> list[T]:
+    """`together`; returns what the step returned on each rank, which is sent to all."""
+    if not dist.is_available() or not dist.is_initialized():
+        return [step()]
+
+    def run() -> T:
         with portable_errors():
-            results.append(step())
+            return step()
 
     try:
-        DistWrapper(process_group, True, 0).all_gather(doing, run)
+        found: list[T] = DistWrapper(process_group, True, 0).all_gather(doing, run)
     except CheckpointException as error:
         failure = error
     else:
-        return results[0]
+        return found
     raise error_of(failure, alone=False, kind=kind, doing=doing)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pyckpt.errors import CorruptCheckpoint
+
 __all__ = ["ARRAY", "KEYS", "VALUE", "Whole", "decode", "decode_in_place", "is_special"]
 
 VALUE = "pyckpt.value"
@@ -47,28 +49,58 @@ class Whole:
         return OrderedDict, ([[VALUE, self.value]],)
 
 
+_Memo = dict[int, tuple[Any, Any]]
+"""What containers became, by their ids; with the containers, so that the ids stay theirs."""
+
+
 def decode(value: Any) -> Any:
-    """The value that was saved; the same object if there is nothing to decode in it."""
+    """The value that was saved; the same object if there is nothing to decode in it.
+
+    Raises:
+        CorruptCheckpoint: it is nested deeper than this program's recursion limit.
+    """
+    return _decode(value, {})
+
+
+def _decode(value: Any, memo: _Memo) -> Any:
+    try:
+        return _decoded(value, memo)
+    except RecursionError:
+        raise CorruptCheckpoint(
+            "a saved value is nested deeper than sys.getrecursionlimit() lets it be read"
+        ) from None
+
+
+def _decoded(value: Any, memo: _Memo) -> Any:
     if type(value) in _ATOMS or isinstance(value, torch.Tensor):
         return value
+    if id(value) in memo:
+        return memo[id(value)][1]
+    memo[id(value)] = value, value  # what holds itself has nothing to decode there
+    made = _decoded_container(value, memo)
+    memo[id(value)] = value, made
+    return made
+
+
+def _decoded_container(value: Any, memo: _Memo) -> Any:
     if isinstance(value, Whole):
-        return decode(value.value)
+        return _decoded(value.value, memo)
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
         if value[0] == VALUE:
-            return decode(value[1])
+            return _decoded(value[1], memo)
         if value[0] == ARRAY:
             return value[1].numpy()
     if type(value) in (tuple, list):
-        decoded = [decode(sub) for sub in value]
+        decoded = [_decoded(sub, memo) for sub in value]
         if all(one is other for one, other in zip(decoded, value, strict=True)):
             return value
         return type(value)(decoded)
     if isinstance(value, Mapping):
         if len(value) == 1 and VALUE in value:
-            return decode(value[VALUE])
+            return _decoded(value[VALUE], memo)
         if type(value) not in (dict, OrderedDict, Counter):
             return value  # the program allowed its class, so it was saved as it is
-        by_key = {key: decode(sub) for key, sub in value.items()}
+        by_key = {key: _decoded(sub, memo) for key, sub in value.items()}
         if isinstance(by_key.get(KEYS), list):
             return _rekeyed(by_key)
         if all(sub is value[key] for key, sub in by_key.items()):
@@ -86,7 +118,23 @@ def _rekeyed(value: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def decode_in_place(container: Any) -> None:
-    """`decode` the entries of a dict or list, at any depth. The containers themselves stay."""
+    """`decode` the entries of a dict or list, at any depth. The containers themselves stay.
+
+    Raises:
+        CorruptCheckpoint: as `decode`.
+    """
+    memo: _Memo = {}
+    seen: dict[int, Any] = {}
+    left = [container]
+    while left:
+        one = left.pop()
+        if id(one) not in seen:
+            seen[id(one)] = one
+            _decode_entries(one, left, memo)
+
+
+def _decode_entries(container: Any, left: list[Any], memo: _Memo) -> None:
+    """Decode the entries that give way to others, and note those to go on with."""
     if isinstance(container, dict):
         if isinstance(container.get(KEYS), list):
             rekeyed = _rekeyed(container)
@@ -97,11 +145,11 @@ def decode_in_place(container: Any) -> None:
         places = list(enumerate(container))
     for key, value in places:
         if isinstance(value, dict) and len(value) == 1 and VALUE in value:
-            container[key] = decode(value)
+            container[key] = _decode(value, memo)
         elif type(value) in (dict, OrderedDict, list):
-            decode_in_place(value)
+            left.append(value)
         elif type(value) is tuple or isinstance(value, Whole):
-            container[key] = decode(value)
+            container[key] = _decode(value, memo)
 
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)

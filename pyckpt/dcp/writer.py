@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
@@ -19,14 +18,18 @@ from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
-from pyckpt import _C
 from pyckpt.activity import Amount
 from pyckpt.collector import collector_paused
-from pyckpt.dcp.commit import DataFile, Destination, describe
+from pyckpt.dcp.commit import describe, look_for_files
 from pyckpt.dcp.committed import refer_to_file
 from pyckpt.dcp.default_stager import default_stager
+from pyckpt.dcp.destination import Destination
+from pyckpt.dcp.directory import Directory
+from pyckpt.dcp.frozen import FrozenSave
+from pyckpt.dcp.frozen_writing import FrozenWriting
 from pyckpt.dcp.global_plan import GlobalPlan, global_plan_of
 from pyckpt.dcp.known_planners import planner_is_known
+from pyckpt.dcp.own_files import OwnFiles
 from pyckpt.dcp.parts import (
     Part,
     Skipped,
@@ -39,9 +42,11 @@ from pyckpt.dcp.parts import (
 from pyckpt.dcp.shared import StagedStateDict
 from pyckpt.dcp.stager import PinnedStager
 from pyckpt.dcp.staging import Staging
-from pyckpt.dcp.writing import PlannedItems, WriteProgress, tell_fallback
-from pyckpt.engine import Engine, abandoned, default_engine
+from pyckpt.dcp.store import Store
+from pyckpt.dcp.writing import PlannedItems, WriteProgress
+from pyckpt.engine import Engine, abandoned
 from pyckpt.format import commit
+from pyckpt.remote.address import is_url, local_path, open_store
 from pyckpt.speaking import for_all
 from pyckpt.statistics import WriteStatistics
 from pyckpt.timeline import named
@@ -65,23 +70,34 @@ class DirectWriter(StorageWriter):
 
     Args:
         path: directory of the checkpoint. A save makes it, and the directories above it, if they
-            are missing. May be left out if ``checkpoint_id`` is given to ``dcp.save``.
+            are missing. Or a URL of an object store (``s3://bucket/run/step-100``; needs ``pip
+            install "pyckpt[cloud]"``): the bytes go there as they are, with no file in between. May
+            be left out if ``checkpoint_id`` is given to ``dcp.save``.
         overwrite: whether a save may replace a checkpoint that is in the directory. If not, such a
             save raises ``FileExistsError``.
         sync_files: whether a save ends only when everything is durable (fsync). If not, a power
-            failure may leave a checkpoint that looks complete and is not.
+            failure may leave a checkpoint that looks complete and is not. A store is always waited
+            for.
         direct: whether writes bypass the page cache. ``"auto"``: if the file system can; if not,
             the log says so. ``"require"``: a save raises ``OSError`` if the file system cannot.
-            ``"off"``: never.
+            ``"off"``: never. A store has no page cache.
         stager: copies the state for asynchronous saves. The default one knows of no optimizers, so
             it copies everything before ``async_save`` returns.
         engine: the memory and threads to use; by default the engine that all writers share.
 
     Raises:
-        ValueError: ``path`` is a URL, or ``direct`` is none of the three.
+        ValueError: ``path`` is a URL that names no object store, or ``direct`` is none of the
+            three.
+        ImportError: ``path`` is a URL, and obstore is not installed.
+
+    Of saves into one address of a store that overlap, the first that commits counts, and the others
+    raise ``FileExistsError``.
 
     A save raises ``OSError`` with errno and path, or a class of ``pyckpt.errors``, wrapped by DCP
     in ``CheckpointException``. An instance may be reused, for one save at a time.
+
+    It writes everything, also what has not changed. Only a `Checkpointer` links that from earlier
+    checkpoints (``frozen=``), since it keeps other jobs from its directory.
     """
 
     def __init__(
@@ -101,7 +117,7 @@ class DirectWriter(StorageWriter):
         self.sync_files = sync_files
         self.direct = direct
         self._engine = engine
-        self._path = None if path is None else _directory(path)
+        self._path = None if path is None else _place(path)
         self._rank = 0
         self._use_collectives = True
         self._alone = False
@@ -111,7 +127,8 @@ class DirectWriter(StorageWriter):
         self._is_counted = False
         self._parts: dict[int, Part] = {}  # of the ranks; only the coordinator knows them
         self._progress = WriteProgress()
-        self._data_file: DataFile | None = None
+        self._own: OwnFiles | None = None
+        self._destination: Destination | None = None  # of the save
         self._stager = stager
         self._staging: Staging | None = None
         self._skips = False
@@ -132,15 +149,19 @@ class DirectWriter(StorageWriter):
     """Whether a subclass keeps other processes from saving into the directory. If so, no save waits
     for another process's lock, which may hang."""
 
+    _frozen: FrozenSave | None = None
+    """What is known of the frozen parts of the state. Only for a subclass that is fenced: nothing
+    else keeps linked files from other processes' sweeps."""
+
     @property
-    def path(self) -> Path:
-        """Directory of the checkpoint."""
+    def path(self) -> Path | str:
+        """Directory of the checkpoint; or its URL, without a slash at the end."""
         if self._path is None:
             raise ValueError("DirectWriter needs a path, or a checkpoint_id given to dcp.save.")
         return self._path
 
     @property
-    def checkpoint_id(self) -> Path | None:
+    def checkpoint_id(self) -> Path | str | None:
         """The ``path``, by DCP's name; None until it is known."""
         return self._path
 
@@ -167,12 +188,14 @@ class DirectWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this could be a directory to write to."""
-        if "://" in os.fspath(checkpoint_id):
+        """Whether this could be a directory to write to, or an address in a store."""
+        try:
+            path = local_path(checkpoint_id)
+        except ValueError:
             return False
-        return any(
-            parent.exists() and os.access(parent, os.W_OK) for parent in Path(checkpoint_id).parents
-        )
+        if is_url(path):
+            return True
+        return any(parent.exists() and os.access(parent, os.W_OK) for parent in Path(path).parents)
 
     # The calls that stage an asynchronous save: DCP uses a writer that has these methods as the
     # AsyncStager.
@@ -203,7 +226,8 @@ class DirectWriter(StorageWriter):
             stager.raise_failure()
         self.staged = Future()
         self.written = Future()
-        staging, copies = stager.begin(state_dict, direct=True)
+        prove = None if self._frozen is None else self._frozen.prove
+        staging, copies = stager.begin(state_dict, direct=True, prove=prove)
         if not _has_company():
             try:
                 staging.raise_refusal()
@@ -249,8 +273,8 @@ class DirectWriter(StorageWriter):
         if checkpoint_id is None:
             return
         try:
-            self._path = _directory(checkpoint_id)
-        except ValueError:
+            self._path = _place(checkpoint_id)
+        except (ImportError, ValueError):
             if self._staging is None:
                 # Torch 2.9 says where to write before it has the state copied.
                 self.staged.cancel()
@@ -267,9 +291,10 @@ class DirectWriter(StorageWriter):
         self._use_collectives = kwargs.get("use_collectives", True)
         # DCP calls `reset` for some saves only, and a name must never come twice.
         self._save_id = commit.new_save_id()
-        if self._data_file is not None:
-            self._data_file.let_go()
-        self._data_file = None
+        if self._own is not None:
+            self._own.let_go()
+        self._own = None
+        self._destination = None
         self._alone = False
         self._is_coordinator = is_coordinator
         self._number += not self._is_counted
@@ -281,34 +306,23 @@ class DirectWriter(StorageWriter):
         staging = self._staging
         if staging is not None:
             staging.raise_refusal()
-        destination = self._destination
-        commits = self._is_coordinator or not self._use_collectives
-        commit.make_directory(self.path, sync=self.sync_files and commits)
-        destination.release_claims()
-        if commits:
-            destination.sweep_remains(self._before_sweep)
-        metadata = self.path / destination.metadata_name
-        if not self._use_collectives and (self.path / commit.metadata_name()).exists():
-            _logger.log(
-                for_all(logging.WARNING),
-                "%s: a checkpoint that was saved with collectives is there, and DCP loads that one "
-                "rather than what each rank now saves for itself",
-                self.path,
-            )
-        if not self.overwrite and metadata.exists():
-            raise FileExistsError(
-                errno.EEXIST, "a checkpoint is there already, and overwrite=False", str(metadata)
-            )
+        self._destination = destination = self._open()
+        destination.prepare(
+            commits=self._prepares_directory,
+            overwrite=self.overwrite,
+            before_sweep=self._before_sweep,
+        )
         if staging is not None and not self._is_coordinator:
             staging.end_planning()  # this rank waits for the coordinator now
         part = Part(
             rank=self._rank,
             host=host_name(),
             path=str(self.path),
-            inode=os.stat(self.path).st_ino,
+            identity=destination.identity,
             number=self._number,
             save_id=self._save_id,
             has_room=staging is None or staging.has_room,
+            others=self._frozen.names(self._rank, self._save_id) if self._frozen else (),
         )
         return with_part(plan, part)
 
@@ -376,40 +390,51 @@ class DirectWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         if self._skips:
             return
-        destination, own = self._destination, self._data_file
+        destination, own = self._destination, self._own
+        assert destination is not None
         progress = self._progress
         plan, self._plan = self._plan, None
         if plan is not None and not plan.is_plan_of(metadata):
             plan = None  # the planner has replaced the metadata
 
         def check() -> None:
-            progress.checkpoint_bytes = destination.look_for_files(results, self._parts, own)
+            progress.checkpoint_bytes = look_for_files(
+                destination, results, self._parts, [] if own is None else own.paths
+            )
 
         try:
             with named("describe"), collector_paused():
                 data, files = describe(
-                    metadata, results, plan, path=self.path, save_id=self._save_id
+                    metadata, results, plan, path=str(self.path), save_id=self._save_id
                 )
-            destination.commit(
-                data,
-                files,
-                check=check,
-                before_rename=self._before_commit,
-            )
+            self._commit(data, files, check)
         finally:
             if own is not None:
                 own.let_go()
         if plan is not None:
-            refer_to_file(metadata, self.path / destination.metadata_name)
+            refer_to_file(metadata, f"{self.path}/{destination.metadata_name}")
+
+    def _commit(self, data: bytes, files: set[str], check: Callable[[], None]) -> None:
+        """Make a save count; see `Destination.commit`."""
+        assert self._destination is not None
+        self._destination.commit(data, files, check=check, before_rename=self._before_commit)
 
     @property
-    def _destination(self) -> Destination:
-        return Destination(
-            path=self.path,
+    def _prepares_directory(self) -> bool:
+        """Whether this rank makes the directory ready for all ranks that write there."""
+        return self._is_coordinator or not self._use_collectives
+
+    def _open(self) -> Destination:
+        path, each_commits = self.path, not self._use_collectives
+        if isinstance(path, str):
+            return Store(path, rank=self._rank, each_commits=each_commits)
+        return Directory(
+            path=path,
             rank=self._rank,
-            each_commits=not self._use_collectives,
+            each_commits=each_commits,
             sync=self.sync_files,
             is_fenced=self._is_fenced,
+            direct=self.direct,
         )
 
     def _before_commit(self) -> None:
@@ -426,67 +451,59 @@ class DirectWriter(StorageWriter):
     def close_save(self) -> None:
         """Release the memory and files of the save. Call it when the save is over, if the thread
         that saved goes on. (DCP has a thread for each save, and its end releases them.)"""
-        if self._data_file is not None:
-            self._data_file.let_go()
+        if self._own is not None:
+            self._own.let_go()
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.release()
 
     @property
-    def file(self) -> Path | None:
-        """The data file that this rank wrote in the last save; None if it wrote none."""
-        return None if self._data_file is None else self._data_file.path
+    def own_files(self) -> tuple[Path, ...]:
+        """The data files of this rank in the last save: none if it has nothing to save or saves
+        into a store, and more than one if some parts are frozen."""
+        own = self._own
+        return () if own is None else tuple(path for path in own.paths if isinstance(path, Path))
 
     @property
     def files(self) -> set[str]:
         """Names of the data files that the ranks may have written; known to the rank that
         commits."""
-        return {commit.data_file_name(rank, part.save_id) for rank, part in self._parts.items()}
+        named = {commit.data_file_name(rank, part.save_id) for rank, part in self._parts.items()}
+        return named.union(*(part.others for part in self._parts.values()))
 
     def _write(self, plan: SavePlan, planner: StockSavePlanner) -> Sequence[WriteResult]:
         if not plan.items:
             self._check_copies()  # this rank writes nothing, and fails if its copies failed
             return []
-        name = commit.data_file_name(self._rank, self._save_id)
-        self._data_file = file = DataFile(self.path / name, shared=not self._alone)
-        self._progress.items = plan.items
-        items = PlannedItems(plan, planner, self._staging)
+        assert self._destination is not None
+        self._own = own = OwnFiles(
+            self._destination,
+            shared=not self._alone,
+            engine=self._engine,
+            progress=self._progress,
+        )
         try:
-            job = self._create(file, items.expected_size)
-            try:
-                items.add_to(job)
-                places = job.finish()
-                self._check_copies()
-            finally:
-                job.abandon()
-        except BaseException:
-            file.let_go()
-            # The job has removed its file, unless it had finished. An error of removing it again
-            # must not hide the first one.
-            with suppress(OSError):
-                file.path.unlink()
+            return self._write_files(own, plan, planner)
+        except BaseException as error:
+            cause = own.remove()
+            if cause is not None and cause is not error:
+                raise cause from None
             raise
-        tell_fallback(self.path, job.statistics().fallback_reason)
-        return items.results(name, places, learn=self._use_collectives and not self._alone)
 
-    def _create(self, file: DataFile, expected: int) -> _C.WriteJob:
-        """Make the file, with room for that many bytes, and claim it before others sweep."""
-        engine = default_engine() if self._engine is None else self._engine
-        with self._destination.turn(shared=True):
-            self._progress.job = job = _C.WriteJob(
-                engine.native,
-                os.fsencode(file.path),
-                direct=self.direct,
-                sync=self.sync_files,
-                preallocate=expected,
-            )
-            try:
-                if not self._is_fenced:
-                    file.claim()
-            except BaseException:
-                job.abandon()
-                raise
-        return job
+    def _write_files(
+        self, own: OwnFiles, plan: SavePlan, planner: StockSavePlanner
+    ) -> Sequence[WriteResult]:
+        if self._frozen is not None:
+            writing = FrozenWriting(plan, planner, self._staging, self._frozen, own, self._progress)
+            if writing.is_needed:
+                return writing.write(self._rank, self._save_id, self._check_copies)
+            self._frozen.is_written = True
+        self._progress.items = plan.items
+        name = commit.data_file_name(self._rank, self._save_id)
+        items = PlannedItems(plan, planner, self._staging)
+        places = own.write(name, items.expected_size, items.add_to, self._check_copies)
+        learns = self._use_collectives and not self._alone
+        return items.results(name, places, learn=learns)
 
     def _check_copies(self) -> None:
         """Raise if the copies are not the state at the call."""
@@ -500,7 +517,9 @@ class DirectWriter(StorageWriter):
             **self.__dict__,
             **futures,
             "_progress": WriteProgress(),
-            "_data_file": None,
+            "_own": None,
+            "_frozen": None,
+            "_destination": None,
             "_staging": None,
             "_plan": None,
         }
@@ -525,11 +544,16 @@ def _cancel(written: Future[None], over: Future[None]) -> None:
     written.cancel()
 
 
-def _directory(path: str | os.PathLike[str]) -> Path:
-    if "://" in os.fspath(path):
-        raise ValueError(
-            f"{os.fspath(path)!r} is a URL, and DirectWriter writes to file systems. For remote "
-            "storage use torch.distributed.checkpoint._fsspec_filesystem.FsspecWriter."
-        )
+def _place(path: str | os.PathLike[str]) -> Path | str:
+    """A directory, or the URL of an object store.
+
+    Raises:
+        ImportError, ValueError: see `open_store`.
+    """
+    path = local_path(path)
+    if is_url(path):
+        url = os.fspath(path).rstrip("/")
+        open_store(url)  # which refuses what is no address of one
+        return url
     # Absolute, so that a change of the working directory during a background save does no harm.
     return Path(os.path.abspath(path))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from pathlib import Path
 
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
@@ -30,32 +27,31 @@ from pyckpt.dcp.known_planners import KNOWN_PLANNERS
 from pyckpt.dcp.plans import Sent, Turn
 from pyckpt.dcp.save_planner import SavePlanner
 from pyckpt.dcp.staging import Staging
-from pyckpt.speaking import for_node
 from pyckpt.statistics import WriteStatistics
 
-__all__ = ["PlannedItems", "WriteProgress", "tell_fallback"]
-
-_logger = logging.getLogger("pyckpt")
-
-_devices_told: set[int] = set()  # the log has said that their file systems refuse direct I/O
+__all__ = ["PlannedItems", "WriteProgress"]
 
 
 class WriteProgress:
     """How far a rank is with its part of a save. May be read from any thread."""
 
     def __init__(self) -> None:
-        self.job: _C.WriteJob | None = None
-        """The job that writes the file; None before it is made."""
+        self.jobs: list[_C.FillJob] = []
+        """The jobs that write the rank's files, one after another; empty before the first."""
         self.items: Sequence[WriteItem] = ()
         """The items that the rank writes; empty until it knows them."""
+        self.bytes_linked = 0
+        """Bytes of items that it need not write, since earlier files have them."""
         self.checkpoint_bytes: int | None = None
         """Of the files of all ranks; known when it is committed, to the rank that commits."""
 
     @property
     def statistics(self) -> WriteStatistics | None:
         """Counts and times of the writing so far; None before it began."""
-        job = self.job
-        return None if job is None else WriteStatistics.of(job.statistics())
+        jobs = [job.statistics() for job in self.jobs]
+        if not jobs and not self.bytes_linked:
+            return None
+        return WriteStatistics.of(*jobs, bytes_linked=self.bytes_linked)
 
     @cached_property
     def bytes_planned(self) -> int:
@@ -109,7 +105,7 @@ class PlannedItems:
         """About how many bytes the file will have. Objects are not counted."""
         return expected_size(self._plan) if self._first is None else self._first.expected_size
 
-    def add_to(self, job: _C.WriteJob) -> None:
+    def add_to(self, job: _C.FillJob) -> None:
         """Give all items to the job that writes the file."""
         items = self._plan.items
         if self._ours is not None and self._first is not None:
@@ -193,18 +189,3 @@ def _pack_results(
         ],
     )
     return PackedResults(turn, file, size, data, None, make), Sent(turn.number, places, raws)
-
-
-def tell_fallback(directory: Path, reason: str | None) -> None:
-    """Log, once for each device, why writes to it do not bypass the page cache."""
-    if not reason:
-        return
-    device = os.stat(directory).st_dev
-    if device not in _devices_told:
-        _devices_told.add(device)
-        _logger.log(
-            for_node(logging.WARNING),
-            "%s: the file system refused direct I/O (%s); saves go through the page cache",
-            directory,
-            reason,
-        )

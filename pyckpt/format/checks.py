@@ -9,6 +9,7 @@ place to be read from.
 from __future__ import annotations
 
 import math
+import re
 from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
@@ -36,6 +37,7 @@ _PACKED_MAX = 64
 _PACKED_FREE = 1 << 20
 
 _OURS = {"crc32", "payload_offset", "payload_length"}
+_XXH3 = re.compile(r"[0-9a-f]{32}")
 _Places = dict[tuple[str, torch.Size | None], StorageInfo]
 
 
@@ -108,6 +110,12 @@ def _check_extra(key: str, extra: dict[str, Any], dims: int | None) -> None:
         _malformed(f"{key!r} has a checksum, or a place of its bytes, that is none")
     if begin + length > extra["length"]:
         _malformed(f"{key!r} has more bytes than its item")
+    xxh3 = extra.get("xxh3")
+    if xxh3 is not None and not (type(xxh3) is str and _XXH3.fullmatch(xxh3)):
+        _malformed(f"{key!r} has a hash that is not one of 128 bits")
+    count = extra.get("xxh3_checkpoints")
+    if count is not None and (type(count) is not int or count < 1):
+        _malformed(f"{key!r} has a count of checkpoints that is none")
     stride = extra.get("payload_stride")
     if stride is None:
         return

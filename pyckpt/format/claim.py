@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from pyckpt.format.flock import trying
+from pyckpt.format.flock import close_unwritten, trying
 
 __all__ = ["Claim", "is_claimed", "turn"]
 
@@ -32,7 +32,7 @@ class Claim:
         self._held = ExitStack()
         # NFS gives exclusive locks only to descriptors that can write.
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        self._held.callback(os.close, descriptor)
+        self._held.callback(close_unwritten, descriptor)
         self._held.enter_context(trying(descriptor))
 
     def release(self) -> None:
@@ -54,7 +54,7 @@ def is_claimed(path: Path) -> bool:
         with trying(descriptor) as mine:
             return not mine
     finally:
-        os.close(descriptor)
+        close_unwritten(descriptor)
 
 
 @contextmanager
@@ -83,4 +83,4 @@ def turn(
                 )
             time.sleep(_POLL_SECONDS)
     finally:
-        os.close(descriptor)
+        close_unwritten(descriptor)

@@ -89,6 +89,7 @@ def storage_info(
     payload_offset: int,
     payload_length: int,
     payload_stride: tuple[int, ...] | None = None,
+    xxh3: str | None = None,
 ) -> StorageInfo:
     """Say where an item lies: stock's record, plus what pyckpt needs to read it directly.
 
@@ -101,6 +102,7 @@ def storage_info(
         payload_length: bytes of the raw tensor. An item that is not a raw tensor in an envelope
             is a payload as a whole: offset 0, all its length.
         payload_stride: strides in elements, given only where the payload is not in row-major order.
+        xxh3: XXH3-128 of the payload, in hexadecimal, given only for frozen parts.
     """
     info = StorageInfo(relative_path, offset, length)
     extra = info.__dict__
@@ -109,6 +111,8 @@ def storage_info(
     extra["payload_length"] = payload_length
     if payload_stride is not None:
         extra["payload_stride"] = payload_stride
+    if xxh3 is not None:
+        extra["xxh3"] = xxh3
     return info
 
 

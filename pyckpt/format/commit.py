@@ -13,9 +13,11 @@ may be swept out. Without the mark they are a checkpoint that has lost its metad
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import re
+import sys
 import uuid
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +26,7 @@ from pathlib import Path
 from pyckpt.errors import PyckptError
 from pyckpt.format import metadata as metadata_format
 from pyckpt.format.claim import is_claimed
+from pyckpt.format.flock import close_unwritten
 
 __all__ = [
     "LOST_METADATA",
@@ -31,7 +34,12 @@ __all__ = [
     "begin_save",
     "commit_metadata",
     "data_file_name",
+    "frozen_file_name",
+    "has_remains",
+    "is_data_file",
+    "is_frozen_file",
     "is_mark",
+    "is_metadata",
     "is_part",
     "lost_metadata",
     "make_directory",
@@ -39,7 +47,11 @@ __all__ = [
     "mark_name",
     "metadata_name",
     "new_save_id",
+    "part_name",
+    "rank_of",
     "remove_failed",
+    "remove_parts",
+    "remove_remains",
     "remove_unnamed",
     "sync_directory",
     "sync_opened_directory",
@@ -47,9 +59,16 @@ __all__ = [
 
 _logger = logging.getLogger("pyckpt")
 
+_Identity = tuple[int, int, int]
+"""Device, inode and generation: which of the directories that had this inode."""
+
 _DATA_FILE = re.compile(r"__(?P<rank>\d+)_[^/]+\.distcp")
+# With an id that `new_save_id` gave, and perhaps another, of an upload.
+_OWN_DATA_FILE = re.compile(r"__\d+_[0-9a-f]{32}(\.frozen)?(\.[0-9a-f]{32})?\.distcp")
+_OWN_UPLOAD = re.compile(r"__\d+_[0-9a-f]{32}\.frozen\.[0-9a-f]{32}\.distcp")
 _METADATA_FILE = re.compile(r"(__\d+)?\.metadata")
 _MARK = re.compile(r"\.saving(\.\d+)?")
+_PART = re.compile(r"\.part\.[0-9a-f]{32}")
 
 REMOVED = ".metadata.removed"
 """What the metadata of a checkpoint is called once its removal has begun."""
@@ -60,9 +79,11 @@ LOST_METADATA = (
 )
 """What to say where ``lost_metadata``."""
 
-# Directories whose own name is on disk, and so are those above them, by the path without links.
-# With device and inode, since another process may remove one and make one of the same name.
-_durable: dict[str, tuple[int, int]] = {}
+# Directories whose own name is on disk, by the path without links. With what tells them from those
+# that another process may have put in their place since.
+_durable: dict[str, _Identity] = {}
+_GET_VERSION = 0x80087601
+"""FS_IOC_GETVERSION, of linux/fs.h: ext4, xfs, btrfs, f2fs and Lustre answer it."""
 # What becomes a metadata file by a rename; the first versions had one name for all saves.
 _TEMPORARY = re.compile(r"(__(?P<rank>\d+))?\.metadata(\.[0-9a-f]{32})?\.tmp")
 
@@ -75,6 +96,16 @@ def new_save_id() -> str:
 def data_file_name(rank: int, save_id: str) -> str:
     """The file that a rank writes in one save. Stock numbers these; any name will do for it."""
     return f"__{rank}_{save_id}.distcp"
+
+
+def frozen_file_name(rank: int, save_id: str) -> str:
+    """The file for what does not change, which later saves link."""
+    return f"__{rank}_{save_id}.frozen.distcp"
+
+
+def is_frozen_file(name: str, rank: int | None = None) -> bool:
+    """Whether a file is one that ``frozen_file_name`` names, for a rank or for any."""
+    return name.endswith(".frozen.distcp") and is_data_file(name, rank)
 
 
 def metadata_name(rank: int | None = None) -> str:
@@ -90,9 +121,26 @@ def mark_name(rank: int | None = None) -> str:
     return ".saving" if rank is None else f".saving.{rank}"
 
 
+def part_name(save_id: str) -> str:
+    """The file that says which part of a save a directory holds, where nodes have directories of
+    their own."""
+    return f".part.{save_id}"
+
+
+def rank_of(name: str) -> int | None:
+    """The rank that wrote a data file, by its name; None if it is no such name."""
+    match = _DATA_FILE.fullmatch(name)
+    return None if match is None else int(match["rank"])
+
+
 def is_mark(name: str) -> bool:
     """Whether a file is what ``mark_name`` names."""
     return _MARK.fullmatch(name) is not None
+
+
+def is_metadata(name: str) -> bool:
+    """Whether a file is what ``metadata_name`` names."""
+    return _METADATA_FILE.fullmatch(name) is not None
 
 
 def lost_metadata(names: Collection[str]) -> bool:
@@ -124,7 +172,7 @@ def sync_directory(path: Path) -> None:
     try:
         sync_opened_directory(descriptor, path)
     finally:
-        os.close(descriptor)
+        close_unwritten(descriptor)
 
 
 def sync_opened_directory(descriptor: int, path: Path) -> None:
@@ -143,7 +191,8 @@ def make_directory(path: Path, *, sync: bool) -> None:
 
     Args:
         sync: return when the names of all of them are durable, whoever made them: it may have been
-            a process that was killed before it came to that, or another rank. Done once a process.
+            a process that was killed before it came to that, or another rank. Done once a process
+            for each directory, where the file system tells one from another that has its inode.
 
     Raises:
         NotADirectoryError: there is a file of that name.
@@ -168,16 +217,37 @@ def _make_directory(path: Path) -> None:
 
 def _sync_name(path: Path) -> None:
     status = os.stat(path)
-    identity = (status.st_dev, status.st_ino)
-    if _durable.get(str(path)) == identity:
-        return
     # What is mounted has its place already.
-    if path.parent != path and os.stat(path.parent).st_dev == status.st_dev:
-        _sync_name(path.parent)
-        # Who may not read a directory cannot sync it, and did not make what is in it.
-        with suppress(PermissionError):
-            sync_directory(path.parent)
-    _durable[str(path)] = identity
+    if path.parent == path or os.stat(path.parent).st_dev != status.st_dev:
+        return
+    _sync_name(path.parent)
+    identity = _identity(path)
+    # A directory that another process made again mostly gets the inode of the one before it, so
+    # where generations are not told, nothing is remembered.
+    if identity is not None and _durable.get(str(path)) == identity:
+        return
+    # Who may not read a directory cannot sync it, and did not make what is in it.
+    with suppress(PermissionError):
+        sync_directory(path.parent)
+    if identity is not None:
+        _durable[str(path)] = identity
+
+
+def _identity(path: Path) -> _Identity | None:
+    """What no other directory has had; None if the file system does not tell."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:
+        return None
+    try:
+        status = os.fstat(descriptor)
+        # Room for a long: some file systems answer with one, though most with an int.
+        said = fcntl.ioctl(descriptor, _GET_VERSION, bytes(8))
+        return status.st_dev, status.st_ino, int.from_bytes(said, sys.byteorder)
+    except OSError:
+        return None
+    finally:
+        close_unwritten(descriptor)
 
 
 def commit_metadata(
@@ -217,11 +287,21 @@ def commit_metadata(
         sync_directory(directory)
 
 
+def remove_parts(directory: Path, keep: str) -> None:
+    """Remove the files that say which part of a save is there, but for one. Does not raise."""
+    try:
+        _unlink(
+            directory, {name for name in os.listdir(directory) if _PART.fullmatch(name)} - {keep}
+        )
+    except OSError as error:
+        _logger.warning("%s: files of earlier saves were not looked for: %s", directory, error)
+
+
 def remove_unnamed(
     directory: Path, named: set[str], *, committed: str, rank: int | None = None
 ) -> None:
-    """Remove the data files, of one rank or of all, that no metadata in the directory names, and
-    the mark of a first save.
+    """Remove the data files, of one rank or of all, that no metadata in the directory names, the
+    mark of a first save, and the metadata of a removal that was interrupted.
 
     Call it right after a commit: ``committed`` is the metadata's name, and ``named`` what that
     metadata names. A file that cannot be removed is logged and stays: it takes room, but it cannot
@@ -229,14 +309,53 @@ def remove_unnamed(
     """
     try:
         names = os.listdir(directory)
-        unnamed = {name for name in names if _is_data_file(name, rank)} - named
+        unnamed = {name for name in names if is_data_file(name, rank)} - named
         unnamed = {name for name in unnamed if not is_claimed(directory / name)}
         _remove(directory, unnamed, {*filter(_METADATA_FILE.fullmatch, names)} - {committed})
-        marks = set(filter(is_mark, names))
-        _unlink(directory, marks if rank is None else marks & {mark_name(rank)})
+        notes = {name for name in names if _is_note(name)}
+        _unlink(directory, notes if rank is None else notes & {mark_name(rank)})
         _unlink(directory, {name for name in names if _is_temporary(name, rank)})
     except (OSError, PyckptError) as error:
         _logger.warning("%s: files of earlier saves were not looked for: %s", directory, error)
+
+
+def has_remains(directory: Path) -> bool:
+    """Whether there is more beside a checkpoint than belongs to it: a save, or an upload, was
+    interrupted after its commit and before the end of its sweep; or is under way. Where there are
+    files of frozen parts, the metadata is read: their names do not say whether it has them.
+    """
+    names = os.listdir(directory)
+    if metadata_name() not in names:
+        return False
+    own = [name for name in names if _OWN_DATA_FILE.fullmatch(name) and ".frozen." not in name]
+    ranks = [name.split("_")[2] for name in own]
+    notes = any(_is_note(name) or _TEMPORARY.fullmatch(name) for name in names)
+    if notes or len(ranks) != len(set(ranks)):
+        return True
+    if any(_OWN_UPLOAD.fullmatch(name) for name in names):
+        return True
+    frozen = {name for name in names if is_frozen_file(name)}
+    if not frozen:
+        return False
+    try:
+        named = metadata_format.data_files(metadata_format.read(directory / metadata_name()))
+    except PyckptError:
+        return False  # `remove_remains` would remove nothing, either
+    return not frozen <= named.keys()
+
+
+def remove_remains(directory: Path, *, sync: bool) -> None:
+    """Remove what `has_remains` tells of. No save into the directory may be under way. Does not
+    raise for what cannot be removed, and logs it."""
+    names = os.listdir(directory)
+    metadata = {*filter(_METADATA_FILE.fullmatch, names)}
+    if metadata_name() not in metadata:
+        return
+    data = {name for name in names if _OWN_DATA_FILE.fullmatch(name)}
+    _sweep(
+        directory, {name for name in data if not is_claimed(directory / name)}, metadata, sync=sync
+    )
+    _unlink(directory, {name for name in names if _is_note(name) or _TEMPORARY.fullmatch(name)})
 
 
 def begin_save(directory: Path, keep: set[str], *, sync: bool, rank: int | None = None) -> None:
@@ -256,7 +375,7 @@ def begin_save(directory: Path, keep: set[str], *, sync: bool, rank: int | None 
         OSError: the directory cannot be read, or the mark cannot be made.
     """
     names = os.listdir(directory)
-    data = {name for name in names if _is_data_file(name, rank)} - keep
+    data = {name for name in names if is_data_file(name, rank)} - keep
     metadata = {*filter(_METADATA_FILE.fullmatch, names)}
     _unlink(directory, {name for name in names if _is_temporary(name, rank)})
     if metadata:
@@ -285,7 +404,8 @@ def make_mark(directory: Path, *, sync: bool, rank: int | None = None) -> None:
     """
     mark = directory / mark_name(rank)
     with suppress(FileExistsError):
-        os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        close_unwritten(os.open(mark, flags, 0o666))
     if sync:
         # Also one that was there: a name of a data file must not outlive it.
         sync_directory(directory)
@@ -302,8 +422,12 @@ def remove_failed(directory: Path, files: set[str], *, sync: bool) -> None:
         names = set(os.listdir(directory))
         metadata = {*filter(_METADATA_FILE.fullmatch, names)}
         _sweep(directory, names & files, metadata, sync=sync)
-        others = any(_is_data_file(name, None) for name in names - files)
+        others = any(is_data_file(name, None) for name in names - files)
         if not metadata and not others:
+            if sync and names & files:
+                # The mark must not go before the data: that would be a checkpoint that has lost its
+                # metadata, and would refuse the next save.
+                sync_directory(directory)
             _unlink(directory, {*filter(is_mark, names)})
             with suppress(OSError):
                 os.rmdir(directory)
@@ -346,7 +470,18 @@ def _unlink(directory: Path, names: set[str]) -> None:
 def is_part(name: str) -> bool:
     """Whether a save makes files of such a name, which a kill may leave behind, besides the
     metadata."""
-    return _is_data_file(name, None) or is_mark(name) or _TEMPORARY.fullmatch(name) is not None
+    others = (_TEMPORARY, _PART)
+    return (
+        is_data_file(name, None)
+        or is_mark(name)
+        or any(other.fullmatch(name) is not None for other in others)
+    )
+
+
+def _is_note(name: str) -> bool:
+    """Whether it says of data without metadata that it is of a save, or of a removal. Beside
+    metadata it says nothing."""
+    return is_mark(name) or name == REMOVED
 
 
 def _is_temporary(name: str, rank: int | None) -> bool:
@@ -355,6 +490,7 @@ def _is_temporary(name: str, rank: int | None) -> bool:
     return match is not None and match["rank"] == (None if rank is None else str(rank))
 
 
-def _is_data_file(name: str, rank: int | None) -> bool:
+def is_data_file(name: str, rank: int | None) -> bool:
+    """Whether a save makes data files of such a name; of one rank, or of any."""
     match = _DATA_FILE.fullmatch(name)
     return match is not None and rank in (None, int(match["rank"]))

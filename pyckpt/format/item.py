@@ -20,7 +20,15 @@ import torch
 
 from pyckpt.format.sealed import Sealed, scan
 
-__all__ = ["HEAD_BYTES", "TAIL_BYTES", "Locator", "Payload", "has_its_checksums", "is_dense"]
+__all__ = [
+    "HEAD_BYTES",
+    "TAIL_BYTES",
+    "Locator",
+    "Payload",
+    "has_its_checksums",
+    "is_dense",
+    "is_readable",
+]
 
 # Bytes to read at the start and at the end of an item. All versions of torch so far need at most
 # half of them.
@@ -68,6 +76,18 @@ def has_its_checksums(item: bytes | bytearray) -> bool | None:
             )
     except Exception:  # as in `Locator.locate`
         return False
+
+
+def is_readable(item: bytes | bytearray) -> bool:
+    """Whether torch finds the records of a whole item, which is an archive, where they are said to
+    be. Python's ``zipfile`` is content with less."""
+    try:
+        reader = torch._C.PyTorchFileReader(io.BytesIO(item))
+        for name in reader.get_all_records():
+            reader.get_record(name)
+    except RuntimeError:
+        return False
+    return True
 
 
 class _Shape(NamedTuple):

@@ -16,6 +16,7 @@ this manager loads those of torchtitan. What is different:
 - ``keep_latest_k`` counts valid checkpoints, may be 1, and never takes a directory for a checkpoint
   that a save left unfinished. A removal that is killed leaves no directory that looks valid.
 - ``close`` waits for a save that is under way.
+- With ``prewarm``, the memory of the first save is made in the background, from the first step on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from __future__ import annotations
 import queue
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -58,6 +59,7 @@ from pyckpt.dcp.save_planner import SavePlanner  # noqa: E402
 from pyckpt.dcp.stager import PinnedStager  # noqa: E402
 from pyckpt.dcp.writer import DirectWriter  # noqa: E402
 from pyckpt.errors import SaveError  # noqa: E402
+from pyckpt.train.prewarmer import Prewarmer  # noqa: E402
 from pyckpt.train.store.removal import remove  # noqa: E402
 
 if TYPE_CHECKING:
@@ -85,6 +87,9 @@ class CheckpointManager(Base):
     @dataclass(kw_only=True, slots=True)
     class Config(TitansCheckpointManager.Config):
         """As torchtitan's; but ``keep_latest_k`` may be 1, since it counts what is complete."""
+
+        prewarm: bool = True
+        """Whether the memory of the first asynchronous save is made in the background."""
 
         def __post_init__(self) -> None:
             keep = self.keep_latest_k
@@ -116,6 +121,17 @@ class CheckpointManager(Base):
         # What optimizers change may be copied later than the rest, where torchtitan asks for that.
         late = self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
         self.stager = PinnedStager(optimizers=list(self.states[OPTIMIZER]) if late else ())
+        copies = self.async_mode != AsyncMode.DISABLED
+        self._prewarmer = Prewarmer(enabled=config.prewarm and copies)
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        saved: bool = super()._save(curr_step, last_step)
+        if saved:
+            self._prewarmer.saving()
+        else:
+            models, optimizers = self.states[MODEL].model, self.states[OPTIMIZER]
+            self._prewarmer.step_ended({"models": list(models), **_numbered(optimizers)})
+        return saved
 
     @torch.no_grad()
     def dcp_save(
@@ -207,7 +223,7 @@ class CheckpointManager(Base):
             return
         assert self._writer is not None
         # By its name: torchtitan's folder may be relative, and the writer's path is not.
-        under_way = None if self.save_future is None else self._writer.path.name
+        under_way = None if self.save_future is None else Path(self._writer.path).name
         valid: list[tuple[int, Path]] = []
         rest: list[tuple[int, Path]] = []
         for name in filesystem.listdir(self.folder):
@@ -234,6 +250,10 @@ def _catchable(writer: DirectWriter) -> Iterator[None]:
     if failure is not None:
         alone = dist.get_world_size() == 1
         raise error_of(failure, alone=alone, kind=SaveError, doing=f"saving {writer.path}")
+
+
+def _numbered(objects: Iterable[Any]) -> dict[str, Any]:
+    return {str(i): one for i, one in enumerate(objects)}
 
 
 def _is_valid(path: Path) -> bool:

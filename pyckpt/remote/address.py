@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["is_url", "local_path", "open_store", "telling"]
+_CHECK = (
+    "Check the address, the endpoint in the environment (AWS_ENDPOINT_URL, say) and the network, "
+    "and try again"
+)
+
+__all__ = ["is_url", "local_path", "open_store", "place_of", "telling"]
+
+_STATUS = re.compile(r"status code: (\d{3}) ([A-Z][A-Za-z ]+)")
+_CODE = re.compile(r"<Code>([A-Za-z0-9]+)</Code>")
+_DURATION = re.compile(r" in [0-9.]+(ns|µs|ms|s)\b")
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -33,6 +44,12 @@ def local_path(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     return "/" + unquote(rest)
 
 
+def place_of(path: str | os.PathLike[str]) -> Path | str:
+    """A path of a file system, or the URL of a store without a slash at its end."""
+    path = local_path(path)
+    return os.fspath(path).rstrip("/") if is_url(path) else Path(path)
+
+
 @lru_cache(maxsize=64)
 def open_store(url: str) -> ObjectStore:
     """The store at a URL: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``memory://``, ``http://``.
@@ -50,11 +67,14 @@ def open_store(url: str) -> ObjectStore:
             f"{url!r} has a '?' or '#', which no name in an object store can have here"
         )
     try:
+        # First, since this waits for another thread that is at it. While obstore is half imported,
+        # Python takes the folder of `obstore.exceptions` for that module, and it is empty.
+        import obstore  # noqa: F401
         from obstore.exceptions import BaseError
         from obstore.store import from_url
     except ImportError as error:
         raise ImportError(
-            f'{url}: reading from an object store needs obstore: pip install "pyckpt[cloud]"'
+            f'{url}: an object store needs obstore: pip install "pyckpt[cloud]"'
         ) from error
     try:
         return from_url(url)
@@ -74,15 +94,38 @@ def telling(what: str) -> Iterator[None]:
     except FileNotFoundError:
         raise FileNotFoundError(errno.ENOENT, "there is no such object", what) from None
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-        raise PermissionError(
-            errno.EACCES, f"the store refuses the credentials: {_first_line(error)}", what
-        ) from error
+        raise _denied(error, what) from error
     except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
         raise FileExistsError(errno.EEXIST, "another program wrote it", what) from error
     except exceptions.BaseError as error:
-        # Not EIO, which a disk says of damage: a store that fails says nothing of what it has.
-        raise OSError(errno.ETIMEDOUT, f"the store failed: {_first_line(error)}", what) from error
+        raise OSError(*_described(str(error)), what) from error
+
+
+def _described(text: str) -> tuple[int, str]:
+    """The errno of an answer that obstore has no error of its own for, and what the store said."""
+    status = _STATUS.search(text)
+    code = _CODE.search(text)
+    said = " ".join(
+        [*(status.groups() if status else ()), *([code[1]] if code else [])]
+    ) or _first_line(text)
+    number = int(status[1]) if status else 0
+    if number == 404:
+        return errno.ENOENT, f"there is no such bucket: {said}"
+    if number in (401, 403):
+        return errno.EACCES, f"the store refuses the credentials that the environment has: {said}"
+    if number == 507:
+        return errno.ENOSPC, f"the store is full: {said}"
+    if number in (429, 503):
+        return errno.ETIMEDOUT, f"the store asks for fewer requests: {said}"
+    # Not EIO, which a disk says of damage: a store that fails says nothing of what it has.
+    return errno.ETIMEDOUT, f"the store failed, also when asked again: {said}. {_CHECK}"
+
+
+def _denied(error: Any, what: str) -> PermissionError:
+    why = f"the store refuses the credentials that the environment has: {_first_line(error)}"
+    return PermissionError(errno.EACCES, why, what)
 
 
 def _first_line(error: Any) -> str:
-    return str(error).partition("\n")[0]
+    """What an error says, without how long it took: a store that is down says the same again."""
+    return _DURATION.sub("", str(error).partition("\n")[0])

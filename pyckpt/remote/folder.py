@@ -82,6 +82,40 @@ class RemoteFolder:
             found=size,
         )
 
+    def range(self, name: str, offset: int, length: int) -> bytes:
+        """Bytes of an object.
+
+        Raises:
+            OSError: there is no such object, or the store fails.
+        """
+        import obstore
+
+        with telling(self.path(name)):
+            return bytes(obstore.get_range(self.store, name, start=offset, length=length))
+
+    def time(self, name: str) -> float:
+        """When an object was written, in seconds since 1970, by the store's clock.
+
+        Raises:
+            OSError: there is none, or the store fails.
+        """
+        import obstore
+
+        with telling(self.path(name)):
+            return obstore.head(self.store, name)["last_modified"].timestamp()
+
+    def folders(self) -> list[str]:
+        """Names of the folders right below the URL.
+
+        Raises:
+            OSError: the store fails.
+        """
+        import obstore
+
+        with telling(self.url):
+            found = obstore.list_with_delimiter(self.store)["common_prefixes"]
+        return [path.rstrip("/").rpartition("/")[2] for path in found]
+
     @contextmanager
     def open(self, name: str) -> Iterator[RemoteFile]:
         """An object as a file that can be read and sought in.
@@ -94,6 +128,18 @@ class RemoteFolder:
         with telling(self.path(name)):
             found = obstore.open_reader(self.store, name)
         yield RemoteFile(found, self.path(name))
+
+    def sizes(self) -> dict[str, int]:
+        """Names and bytes of the objects, without those in folders below.
+
+        Raises:
+            OSError: the store fails.
+        """
+        import obstore
+
+        with telling(self.url):
+            found = obstore.list_with_delimiter(self.store)["objects"]
+        return {one["path"]: one["size"] for one in found}
 
     def size(self, name: str) -> int:
         """Bytes of an object. All are asked for at once, at the first call.

@@ -25,6 +25,8 @@ from pyckpt.collector import collector_paused
 from pyckpt.errors import CorruptCheckpoint, PyckptError
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
+from pyckpt.remote.address import place_of
+from pyckpt.remote.folder import RemoteFolder
 from pyckpt.tools.values import values
 from pyckpt.train.store.catalog import Note, note_of
 
@@ -77,7 +79,8 @@ class Saved:
 class Contents:
     """What a checkpoint holds."""
 
-    path: Path
+    path: Path | str
+    """Its directory, or its URL."""
     saved: Saved
     files: dict[str, int]
     """The data files, and the bytes that each must have."""
@@ -103,7 +106,7 @@ def contents(path: str | os.PathLike[str], *, rank: int | None = None) -> Conten
     """Read what a checkpoint holds, without running code of it.
 
     Args:
-        path: its directory.
+        path: its directory, or its URL in an object store.
         rank: whose checkpoint, where each rank saved its own (``use_collectives=False``).
 
     Raises:
@@ -111,13 +114,18 @@ def contents(path: str | os.PathLike[str], *, rank: int | None = None) -> Conten
         CorruptCheckpoint, UnsafeCheckpoint: its metadata is damaged, or asks for code.
         OSError: it cannot be read.
     """
-    directory = Path(path)
-    metadata = metadata_of(directory, rank)
-    status = os.stat(directory / commit.metadata_name(rank))
+    place = place_of(path)
+    name = commit.metadata_name(rank)
+    read = None
+    if isinstance(place, str):
+        folder = RemoteFolder(place)
+        metadata, time, read = _metadata_there(folder, name), folder.time(name), folder.range
+    else:
+        metadata, time = metadata_of(place, rank), os.stat(place / name).st_mtime
     files = metadata_format.data_files(metadata)
     note = None
     with suppress(OSError, PyckptError):  # what is damaged can be looked into all the same
-        note = note_of(directory, metadata)
+        note = note_of(place, metadata, read)
     note = note or Note(None, False, {})
     with collector_paused():
         keys, checked = _keys(metadata)
@@ -127,12 +135,24 @@ def contents(path: str | os.PathLike[str], *, rank: int | None = None) -> Conten
         ranks=ranks_of(files),
         version=getattr(metadata, "version", None),
         save_id=None if meta is None else meta.save_id,
-        time=status.st_mtime,
+        time=time,
         step=note.step,
         final=note.final,
         metrics=dict(note.metrics),
     )
-    return Contents(directory, saved, files, metadata, keys)
+    return Contents(place, saved, files, metadata, keys)
+
+
+def _metadata_there(folder: RemoteFolder, name: str) -> Metadata:
+    try:
+        data = folder.read(name, most=metadata_format.SIZE_MAX)
+    except FileNotFoundError:
+        inner = folder.folders()
+        why = f"no checkpoint is at this address: it has no {name}"
+        if inner:
+            why = f"{why}; below it there is {inner[-1]}"
+        raise FileNotFoundError(errno.ENOENT, why, str(folder)) from None
+    return metadata_format.decode(data, path=folder.path(name))
 
 
 def metadata_of(directory: Path, rank: int | None = None) -> Metadata:

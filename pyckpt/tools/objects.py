@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pyckpt import _C
 from pyckpt.dcp import objects
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format.files import open_regular
+from pyckpt.remote.folder import RemoteFolder
 from pyckpt.tools.values import Part
 
 __all__ = ["describe", "load", "read", "same"]
@@ -20,7 +22,7 @@ _BYTES_MAX = 256 << 20
 _SHOWN = 60
 
 
-def read(directory: Path, key: str, part: Part) -> bytes:
+def read(directory: Path | str, key: str, part: Part) -> bytes:
     """The bytes of an item that is no plain tensor. Its checksum is compared, where it has one.
 
     Raises:
@@ -28,14 +30,14 @@ def read(directory: Path, key: str, part: Part) -> bytes:
             those that were saved.
         OSError: the file cannot be read.
     """
-    path = directory / part.file
+    path = f"{directory}/{part.file}"
     if part.length > _BYTES_MAX:
         raise CorruptCheckpoint(f"{key} has {part.length} bytes, which is too much for an object")
-    with open_regular(path) as file:
+    with _opened(directory, part.file) as file:
         file.seek(part.offset)
-        data = file.read(part.length)
+        data: bytes = file.read(part.length)
     if len(data) != part.length:
-        raise CorruptCheckpoint(f"{key} lies beyond the end of {path}", key=key, path=str(path))
+        raise CorruptCheckpoint(f"{key} lies beyond the end of {path}", key=key, path=path)
     # The checksum of what an extension of DCP has transformed is not known to be of these bytes.
     if part.crc32 is not None and not part.transformed:
         assert part.payload_offset is not None
@@ -47,7 +49,7 @@ def read(directory: Path, key: str, part: Part) -> bytes:
                 f"{key} in {path} at {part.offset}: CRC-32 expected {part.crc32:#010x}, found "
                 f"{found:#010x}",
                 key=key,
-                path=str(path),
+                path=path,
                 offset=part.offset,
                 expected=part.crc32,
                 found=found,
@@ -55,7 +57,13 @@ def read(directory: Path, key: str, part: Part) -> bytes:
     return data
 
 
-def load(directory: Path, key: str, part: Part) -> Any:
+def _opened(directory: Path | str, name: str) -> AbstractContextManager[Any]:
+    if isinstance(directory, str):
+        return RemoteFolder(directory).open(name)
+    return open_regular(directory / name)
+
+
+def load(directory: Path | str, key: str, part: Part) -> Any:
     """An object.
 
     Raises:

@@ -38,6 +38,8 @@ class Part(NamedTuple):
     """In elements; None for row-major order."""
     transformed: bool = False
     """Whether an extension of DCP has changed the bytes (compressed them, say)."""
+    xxh3: str | None = None
+    """XXH3-128 of the values, in hexadecimal, of what is frozen."""
 
 
 class Value(NamedTuple):
@@ -98,6 +100,7 @@ def _part(offsets: tuple[int, ...], sizes: tuple[int, ...], info: StorageInfo) -
         extra.get("crc32"),
         extra.get("payload_stride"),
         bool(extra.get("transform_descriptors")),
+        extra.get("xxh3"),
     )
 
 

@@ -4,6 +4,8 @@ The engine reads each file once, in its order, in batches. Some are read at a ti
 the disk is never idle while Python looks at what was read. The first damage does not end it: all of
 what is damaged is reported.
 
+What is frozen has a hash, too, which is compared if xxhash is installed.
+
 What stock PyTorch wrote has no checksums in the metadata. But each of its items is an archive with
 checksums, which are compared.
 """
@@ -27,6 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from pyckpt import _C
 from pyckpt.dcp.filling import row_major
+from pyckpt.dcp.hashing import RunningHash
 from pyckpt.dcp.reading import save_id_of
 from pyckpt.engine import Engine, default_engine
 from pyckpt.errors import CheckpointReplaced, CorruptCheckpoint, PyckptError
@@ -35,7 +38,14 @@ from pyckpt.format import metadata as metadata_format
 from pyckpt.format.columns import storage_info
 from pyckpt.format.envelope import Layout, envelope_of
 from pyckpt.format.files import check_regular, open_regular
-from pyckpt.format.item import HEAD_BYTES, TAIL_BYTES, Locator, Payload, has_its_checksums
+from pyckpt.format.item import (
+    HEAD_BYTES,
+    TAIL_BYTES,
+    Locator,
+    Payload,
+    has_its_checksums,
+    is_readable,
+)
 from pyckpt.tools.contents import metadata_of
 from pyckpt.tools.values import Part, values
 from pyckpt.train.store.catalog import reading
@@ -80,6 +90,8 @@ class Verified:
     damages: list[Damage] = field(default_factory=list)
     items: int = 0
     """Parts of values whose bytes were compared with a checksum."""
+    hashed: int = 0
+    """Those of them that were frozen, and whose hash was compared, too: none without xxhash."""
     bytes: int = 0
     """Of the items that were read."""
     unchecked: list[str] = field(default_factory=list)
@@ -184,7 +196,9 @@ class _Work:
         self._sizes = metadata_format.data_files(metadata)
         self._metadata = metadata
         self._locator = Locator()
-        self._sum = 0  # of the pieces of the payload that is being read
+        # Of the pieces of the payload that is being read.
+        self._sum = 0
+        self._hash: RunningHash | None = None
         self._damaged: set[tuple[str, int]] = set()
         self._wrong_envelopes: list[_Item] = []
         self._right_envelopes = 0
@@ -384,10 +398,12 @@ class _Work:
             self._take_whole(item, checksum, data)
         elif one.role == "payload":
             if one.begin == item.begin:
-                self._sum = 0
+                self._sum, self._hash = 0, _hash_for(item)
             self._sum = _C.crc32_shift(self._sum, one.length) ^ checksum
+            if self._hash is not None:
+                self._hash.add_bytes(data)
             if one.begin + one.length == item.begin + item.length:
-                self._compare(item, self._sum)
+                self._compare(item, self._sum, self._hash)
         elif item.part.crc32 is not None:
             self._compare_around(item, one.role, data)
 
@@ -396,9 +412,13 @@ class _Work:
         if part.crc32 is None:
             self._take_archive(item, data)
             return
+        values = data[item.begin : item.begin + item.length]
         if item.begin or item.length != part.length:
-            checksum = _C.crc32(data[item.begin : item.begin + item.length])
-        self._compare(item, checksum)
+            checksum = _C.crc32(values)
+        running = _hash_for(item)
+        if running is not None:
+            running.add_bytes(values)
+        self._compare(item, checksum, running)
         if item.begin:
             layout = _layout_of(item)
             begin, end = item.begin, item.begin + item.length
@@ -421,23 +441,36 @@ class _Work:
                 self._damage(item.key, part, f"a tensor of size {payload.shape} is stored there")
                 return
             end = payload.offset + payload.length
-            item = item._replace(crc32=payload.crc32)
-            self._compare(item, _C.crc32(content[payload.offset : end]))
-            return
-        sound = has_its_checksums(content)
-        if sound is None:
-            self._found.unchecked.append(item.key)
-        elif sound:
+            found = _C.crc32(content[payload.offset : end])
+            if found != payload.crc32:
+                self._compare(item._replace(crc32=payload.crc32), found)
+                return
+        else:
+            sound = has_its_checksums(content)
+            if sound is None:
+                self._found.unchecked.append(item.key)
+                return
+            if not sound:
+                self._damage(item.key, part, "its checksums do not match")
+                return
+        if not is_readable(content):
+            self._damage(item.key, part, "torch cannot read its archive")
+        else:
             self._count(part)
-        else:
-            self._damage(item.key, part, "its checksums do not match")
 
-    def _compare(self, item: _Item, found: int) -> None:
-        if found == item.crc32:
-            self._count(item.part)
-        else:
+    def _compare(self, item: _Item, found: int, running: RunningHash | None = None) -> None:
+        if found != item.crc32:
             what = f"CRC-32 expected {item.crc32:#010x}, found {found:#010x}"
             self._damage(item.key, item.part, what)
+            return
+        if running is not None:
+            digest = running.hexdigest()
+            if digest != item.part.xxh3:
+                what = f"XXH3-128 expected {item.part.xxh3}, found {digest}"
+                self._damage(item.key, item.part, what)
+                return
+            self._found.hashed += 1
+        self._count(item.part)
 
     # --- what is around the values ---
 
@@ -518,6 +551,16 @@ def _ranges(
     yield item.begin, item.length, "payload"
     if 0 < part.length - end <= _AROUND_MAX and part.crc32 is not None:
         yield end, part.length - end, "suffix"
+
+
+def _hash_for(item: _Item) -> RunningHash | None:
+    """What hashes an item's values; None if they have no hash, or xxhash is not installed."""
+    if item.part.xxh3 is None:
+        return None
+    try:
+        return RunningHash()
+    except ImportError:
+        return None
 
 
 def _place(at: int, offset: int, length: int) -> int:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from pyckpt.printable import seconds_text
+
 __all__ = ["Advice", "advise", "daly_interval"]
 
 
@@ -47,7 +49,8 @@ class Advice:
         bound = ", which is as often as saves get done" if self.limited else ""
         return (
             f"with a failure every {self.mtbf_hours:g} h, save every {self.interval_steps} steps "
-            f"({self.interval_seconds:.3g} s){bound}: {self.overhead:.2%} of the time is lost"
+            f"({seconds_text(self.interval_seconds)}){bound}: "
+            f"{self.overhead:.2%} of the time is lost"
         )
 
 

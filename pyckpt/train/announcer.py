@@ -15,7 +15,7 @@ from pyckpt.activity import Activity, Late
 from pyckpt.dcp.report import LoadReport
 from pyckpt.engine import Engine, held_bytes
 from pyckpt.locks import fork_safe_lock
-from pyckpt.printable import rate_text, size_text
+from pyckpt.printable import rate_text, seconds_text, size_text
 from pyckpt.train.events import (
     Event,
     OnEvent,
@@ -112,9 +112,9 @@ class Announcer:
         else:
             whole = handle.checkpoint_bytes
             self._log(
-                "committed %s in %.3g s%s",
+                "committed %s in %s%s",
                 self._name(handle),
-                seconds,
+                seconds_text(seconds),
                 _in_brackets("" if whole is None else rate_text(whole, seconds)),
             )
             self._tell(
@@ -133,9 +133,9 @@ class Announcer:
         if self._ranks.rank == 0:
             _say(
                 logging.ERROR,
-                "saving %s failed after %.3g s; the checkpoint before it stays: %s",
+                "saving %s failed after %s; the checkpoint before it stays: %s",
                 self._name(handle),
-                handle.seconds,
+                seconds_text(handle.seconds),
                 error,
             )
         self._tell(SaveFailed, handle, seconds=handle.seconds, error=error, queue_depth=0)
@@ -158,7 +158,7 @@ class Announcer:
         size = 0 if report is None else report.bytes
         what = f"{size_text(size)}, {rate_text(size, seconds)}" if size and seconds > 0 else ""
         name = f"step {found.step} from {found.place}" if self._names_steps else str(found.place)
-        self._log("restored %s in %.3g s%s", name, seconds, _in_brackets(what))
+        self._log("restored %s in %s%s", name, seconds_text(seconds), _in_brackets(what))
         self._put(Restored, found.step, found.path, place=found.place, seconds=seconds, bytes=size)
 
     def pruned(self, step: int, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import re
@@ -10,7 +11,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-__all__ = ["directory_of", "metrics_of", "state_of", "step_of", "timeout_of", "whole"]
+__all__ = [
+    "directory_of",
+    "metrics_of",
+    "mirror_limits_of",
+    "state_of",
+    "step_of",
+    "timeout_of",
+    "whole",
+]
 
 # One letter and a colon is a file's name. `Path` makes one slash of two.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -90,6 +99,24 @@ def timeout_of(timeout: float | timedelta | None) -> timedelta | None:
     return timeout
 
 
+def mirror_limits_of(
+    mirror_wait: float, mirror_max_mbps: float | None
+) -> tuple[float | None, float | None]:
+    """How many seconds to wait, and how many bytes may go there a second; None without a limit.
+
+    Raises:
+        ValueError: one is out of range.
+    """
+    if not mirror_wait >= 0:
+        raise ValueError(f"{mirror_wait = } must be a number of seconds, 0 or more.")
+    if mirror_max_mbps is not None and not 0 < mirror_max_mbps < math.inf:
+        raise ValueError(f"{mirror_max_mbps = } must be positive.")
+    return (
+        None if mirror_wait == math.inf else mirror_wait,
+        None if mirror_max_mbps is None else 1e6 * mirror_max_mbps,
+    )
+
+
 def directory_of(path: str | os.PathLike[str]) -> Path:
     """The absolute path of a directory, which does not depend on later changes of the working
     directory. ``~`` is the home directory.
@@ -119,3 +146,27 @@ def directory_of(path: str | os.PathLike[str]) -> Path:
 
 def _kind(value: Any) -> str:
     return f"a value of type {type(value).__name__}"
+
+
+def seconds_of(name: str, seconds: float) -> float | None:
+    """A time to wait at most; None without end.
+
+    Raises:
+        ValueError: it is negative, or no number.
+    """
+    if not seconds >= 0:
+        raise ValueError(f"{name} = {seconds!r} must be a number of seconds, 0 or more.")
+    return None if seconds == math.inf else seconds
+
+
+def rate_of(name: str, megabytes: float | None) -> float | None:
+    """Bytes a second, of a number of megabytes; None for no bound.
+
+    Raises:
+        ValueError: it is not positive, or not finite.
+    """
+    if megabytes is None:
+        return None
+    if not 0 < megabytes < math.inf:
+        raise ValueError(f"{name} = {megabytes!r} must be positive.")
+    return 1e6 * megabytes

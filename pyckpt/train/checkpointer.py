@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
+import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +16,25 @@ import torch.distributed as dist
 
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.renaming import Rename
-from pyckpt.dcp.report import LoadReport, some
+from pyckpt.dcp.report import LoadReport
 from pyckpt.engine import Engine
 from pyckpt.train.advice import Advice
 from pyckpt.train.announcer import Announcer, callbacks_of
-from pyckpt.train.arguments import metrics_of, state_of, step_of, timeout_of, whole
+from pyckpt.train.arguments import (
+    metrics_of,
+    mirror_limits_of,
+    state_of,
+    step_of,
+    timeout_of,
+    whole,
+)
 from pyckpt.train.events import OnEvent
 from pyckpt.train.finder import Finder
+from pyckpt.train.frozen import FrozenParts, Periods
 from pyckpt.train.handle import SaveHandle
+from pyckpt.train.nodes.restoring import nodes_of
 from pyckpt.train.policy import Policy
+from pyckpt.train.prewarmer import Prewarmer
 from pyckpt.train.restorer import LoadOptions, Restorer
 from pyckpt.train.saver import Saver
 from pyckpt.train.schedule import Schedule
@@ -64,8 +74,9 @@ class Checkpointer(Finder):
 
     Args:
         directory: of the checkpoints; ``~`` is expanded. It is the same on all ranks, on a file
-            system that they share. Once another job begins to save there, saves of this job fail
-            with ``errors.Superseded``. Jobs that restore, inspect or export do not disturb it.
+            system that they share; if they do not, see ``node_local``. Once another job begins to
+            save there, saves of this job fail with ``errors.Superseded``. Jobs that restore,
+            inspect or export do not disturb it.
         keep_last: how many of the newest checkpoints to keep, besides those saved with
             ``final=True``. None keeps all, whatever the next two say. 0 keeps the newest, to resume
             from, until a final one is committed.
@@ -104,6 +115,22 @@ class Checkpointer(Finder):
         mirror_max_mbps: how many megabytes (10^6 bytes) a second each rank may copy there.
         mirror_wait: how many seconds ``close`` waits until all is there. The checkpoints that are
             not there by then stay in the local directory alone; the log names them.
+        node_local: whether the directory may be one that each node has for itself, such as
+            ``/local_nvme/run``. The ranks then find out which of them see the same directory. Each
+            such group of ranks keeps its own files, and the metadata of the whole checkpoint.
+            ``restore`` gets what a node lacks from the others, or from the mirror. All ranks must
+            agree. See docs/tiers.md.
+        frozen: True if parameters that require no gradient are written once, and *linked* into the
+            checkpoints after that; or patterns of the keys of what else is
+            (``"model.*.running_*"``). Only what has the same hash as before is linked. Needs
+            ``pip install "pyckpt[frozen]"``, as does ``unchanged``. See docs/howto/frozen.md.
+        watch_frozen: whether frozen host memory that the kernel knows to be unwritten since its
+            last hash (Linux 6.13) is not hashed again, but once in ``verify_linked_every`` saves.
+            See docs/howto/frozen.md for what the kernel does not notice.
+        unchanged: "detect" also links other tensors that have not changed, which it finds by hash.
+        verify_linked_every: a file is linked only if its checksums were read from the disk within
+            so many saves.
+        fresh_copy_every: a file of frozen parts is written anew for every so many-th checkpoint.
         save_last: whether ``close`` saves the state of the last ``step`` if no save has it. So the
             steps after the last save that was due are not lost. A ``with`` block that raises does
             not save it.
@@ -113,6 +140,9 @@ class Checkpointer(Finder):
             other names are left alone. A mirror has the same names.
         direct: whether saving, restoring, verifying and exporting bypass the page cache, as for
             `DirectWriter`.
+        prewarm: whether the first ``step`` has the memory of the first save made in the background,
+            by a native thread of low priority. Otherwise that save makes it, while training waits.
+            Nothing is made if ``step`` saves by request alone, nor by a program that only restores.
         engine: the memory and threads to use; by default those that everyone shares.
         on_event: called with each `pyckpt.events.Event`, or several such callables. They are called
             one event at a time, in the order of the events, in a thread of their own. So they delay
@@ -145,9 +175,16 @@ class Checkpointer(Finder):
         mirror_every: int = 1,
         mirror_max_mbps: float | None = None,
         mirror_wait: float = 600.0,
+        node_local: bool = False,
+        frozen: bool | str | Sequence[str] = False,
+        watch_frozen: bool = False,
+        unchanged: Literal["write", "detect"] = "write",
+        verify_linked_every: int = 10,
+        fresh_copy_every: int = 50,
         save_last: bool = False,
         naming: str | None = None,
         direct: Literal["auto", "require", "off"] = "auto",
+        prewarm: bool = True,
         engine: Engine | None = None,
         on_event: OnEvent | Sequence[OnEvent] | None = None,
     ) -> None:
@@ -156,16 +193,14 @@ class Checkpointer(Finder):
         super().__init__(directory, direct, engine, mirror, naming)
         whole("mirror_every", mirror_every, least=1)
         mirror_retention = Retention(mirror_keep_last)
-        if not mirror_wait >= 0:
-            raise ValueError(f"{mirror_wait = } must be a number of seconds, 0 or more.")
-        if mirror_max_mbps is not None and not 0 < mirror_max_mbps < math.inf:
-            raise ValueError(f"{mirror_max_mbps = } must be positive.")
-        self._mirror_wait = None if mirror_wait == math.inf else mirror_wait
+        self._mirror_wait, mirror_rate = mirror_limits_of(mirror_wait, mirror_max_mbps)
         wait_at_most = timeout_of(timeout)
         retention = Retention(keep_last, keep_every, keep_best)
         policy = Policy(every_steps, every_minutes, save_when)
         callbacks = callbacks_of(on_event)
         self._stopwatch = Stopwatch()
+        self._saves_by_itself = policy.ever_due
+        self._prewarmer = Prewarmer(engine, enabled=prewarm)
         self._closed = False
         self._restore_seconds = 0.0
         self._signals = StopSignals(on_signals)
@@ -179,6 +214,17 @@ class Checkpointer(Finder):
                 lost_seconds=lambda: self._stopwatch.lost_seconds,
             )
             self._fence = Fence(self.directory, taken=lambda: self._pruner.begun())
+            nodes = nodes_of(
+                node_local,
+                self._catalog,
+                self._ranks,
+                self._mirror,
+                self._fence,
+                on_settled=lambda: self._pruner.settled(),
+            )
+            # The rank that makes a directory ready, and prunes there.
+            self._leads = nodes.leads
+            periods = Periods(verify_linked_every, fresh_copy_every)
             self._saver = Saver(
                 self._catalog,
                 self._ranks,
@@ -187,6 +233,17 @@ class Checkpointer(Finder):
                 engine=engine,
                 on_commit=self._commit,
                 announcer=self._announcer,
+                nodes=nodes.commits,
+                frozen=FrozenParts(
+                    frozen,
+                    unchanged,
+                    periods,
+                    self._ranks.rank,
+                    self.latest,
+                    direct,
+                    engine,
+                    watches=watch_frozen,
+                ),
             )
             self._restorer = Restorer(
                 self._catalog,
@@ -195,6 +252,7 @@ class Checkpointer(Finder):
                 engine=engine,
                 mirror=self._mirror,
                 announcer=self._announcer,
+                nodes=nodes.restores,
             )
             self._pruner = Pruner(
                 self._catalog,
@@ -203,6 +261,7 @@ class Checkpointer(Finder):
                 busy=self._saver.writing,
                 distrusted=self._restorer.distrusted,
                 on_removed=self._announcer.pruned,
+                settles=nodes.commits is not None,
             )
             is_first = self._ranks.rank == 0
             self._promotion: Promotion | None = None
@@ -213,15 +272,18 @@ class Checkpointer(Finder):
                     retention=mirror_retention,
                     overwrite=overwrite,
                     every=mirror_every,
-                    bytes_per_second=None if mirror_max_mbps is None else 1e6 * mirror_max_mbps,
+                    bytes_per_second=mirror_rate,
                     protected=self._pruner.protected,
-                    on_release=self._pruner.again if is_first else lambda: None,
+                    on_release=self._pruner.again if self._leads else lambda: None,
+                    members=nodes.members,
+                    token=f"{self._ranks.largest(secrets.randbits(62)):016x}",
+                    speaks=self._ranks.is_first_to_say,
                 )
             self._requests = Requests(self._signals, policy.due_after if is_first else None)
             self._agreement: Agreement = (
                 LocalAgreement(self._facts)
-                if self._ranks.talk is None
-                else GroupAgreement(self._facts, self._ranks.talk, on_lost=self._lost)
+                if self._ranks.size == 1
+                else GroupAgreement(self._facts, self._ranks.take_talk(), on_lost=self._lost)
             )
         except BaseException:
             self._signals.close()
@@ -241,23 +303,13 @@ class Checkpointer(Finder):
                 step, self._catalog.path(step), busy
             ),
         )
-        if keep_last is None and (keep_every, keep_best) != (None, None) and is_first:
-            _logger.warning(
-                "keep_last=None keeps all checkpoints, whatever keep_every and keep_best say; pass "
-                "keep_last=1 to keep the newest and theirs"
-            )
+        if is_first:
+            retention.tell_of_contradiction()
 
     def __repr__(self) -> str:
-        saver = self._saver
-        if self._closed:
-            state = "closed"
-        elif saver.busy and saver.handle is not None:
-            state = f"saving step {saver.handle.step}"
-        else:
-            state = "idle"
+        state = "closed" if self._closed else self._saver.state
         ranks = f", rank {self._ranks.rank} of {self._ranks.size}" if self._ranks.size > 1 else ""
-        failed = f" ({saver.failures} failed)" if saver.failures else ""
-        return f"<Checkpointer of {self.directory}{ranks}: {saver.started} saves{failed}, {state}>"
+        return f"<Checkpointer of {self.directory}{ranks}: {self._saver.saves}, {state}>"
 
     # --- saving -----------------------------------------------------------------------------------
 
@@ -287,7 +339,11 @@ class Checkpointer(Finder):
             ValueError: the step is not larger.
         """
         self._check_open()
-        return self._schedule.step(step_of(step), state_of(state), metrics_of(metrics))
+        handle = self._schedule.step(step_of(step), state_of(state), metrics_of(metrics))
+        # Other mappings may make what they are asked for.
+        if self._saves_by_itself and type(state) is dict:
+            self._step_ended(state)
+        return handle
 
     def save(
         self,
@@ -349,6 +405,13 @@ class Checkpointer(Finder):
         """
         return self._promotion is None or self._promotion.wait(timeout)
 
+    def _step_ended(self, objects: Mapping[str, Any]) -> None:
+        """Prepare for the first save of these objects, which will come, if none has begun."""
+        if self._saver.started > 0:
+            self._prewarmer.saving()
+        else:
+            self._prewarmer.step_ended(objects)
+
     def request_save(self) -> None:
         """Ask for a save at one of the next steps, on all ranks. Any rank and thread may."""
         self._requests.ask_save()
@@ -385,8 +448,11 @@ class Checkpointer(Finder):
         self._stopwatch.committed(handle.seconds)
         if self._promotion is not None:
             # Before the pruner, which would not know that the checkpoint is still needed.
-            self._promotion.submit(handle.step, handle.path, self._saver.file, final=handle.final)
-        if self._ranks.rank == 0:
+            file, frozen = self._saver.own_files
+            self._promotion.submit(
+                handle.step, handle.path, file, final=handle.final, frozen=frozen
+            )
+        if self._leads:
             self._pruner.committed(handle.step)
 
     # --- finding and restoring --------------------------------------------------------------------
@@ -403,7 +469,7 @@ class Checkpointer(Finder):
         mismatched: Literal["error", "keep"] = "error",
         rename: Rename | None = None,
         allow: Sequence[Allowed] = (),
-        share_reads: bool = False,
+        share_reads: bool | None = None,
     ) -> int | None:
         """Load the newest checkpoint that is valid for all ranks into ``state``, in place.
 
@@ -435,7 +501,8 @@ class Checkpointer(Finder):
             allow: classes and functions that objects in the checkpoint may use, as for
                 `pyckpt.load`.
             share_reads: whether ranks that want the same bytes read them once, as for
-                `pyckpt.load`. All ranks must agree.
+                `pyckpt.load`; by default those of one host, if that is worth it. All ranks must
+                agree.
 
         Returns:
             The step of the checkpoint; None if there is no checkpoint, so that training begins.
@@ -466,7 +533,7 @@ class Checkpointer(Finder):
         if restored is not None:
             self._restore_seconds = time.perf_counter() - start
             self._schedule.go_back(restored)
-            if self._ranks.rank == 0:
+            if self._leads:
                 self._pruner.restored(restored)
             if self._promotion is not None:
                 self._promotion.restored(restored)
@@ -477,20 +544,12 @@ class Checkpointer(Finder):
         """Training begins at a step whose state is from elsewhere, not restored by this object.
         Newer checkpoints belong to a branch that it leaves: until they are saved again they do not
         count for what is kept, and this names them."""
-        newer = [one.step for one in self.checkpoints() if one.step > step]
+        newer = self._newer_than(step, tells=self._ranks.rank == 0)
         self._schedule.go_back(step)
         if self._promotion is not None:
             self._promotion.restored(step)
-        if self._ranks.rank == 0:
+        if self._leads:
             self._pruner.restored(step)
-            if newer:
-                _logger.warning(
-                    "training begins at step %d, and %s has newer checkpoints of an earlier run, "
-                    "which the next restore will find first, unless they are moved away: steps %s",
-                    step,
-                    self.directory,
-                    some(newer, 5),
-                )
         return newer
 
     @property
@@ -504,8 +563,9 @@ class Checkpointer(Finder):
         """Keep the checkpoint of a step from being pruned.
 
         It is kept until ``release`` of the `Protection` is called, until the end of the ``with``
-        block that uses it, or until this Checkpointer ends. Call it on rank 0, which prunes. If the
-        checkpoint is there after the call, it is complete.
+        block that uses it, or until this Checkpointer ends. Call it on rank 0, which prunes; with
+        ``node_local``, on the first rank of each node. If the checkpoint is there after the call,
+        it is complete.
         """
         return Protection(self._pruner.protected, step_of(step))
 

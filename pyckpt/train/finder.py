@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from pyckpt.dcp.report import some
 from pyckpt.engine import Engine
 from pyckpt.train.arguments import directory_of, step_of
 from pyckpt.train.state.rehearsal import rehearse
@@ -25,6 +27,8 @@ from pyckpt.train.tiers.opening import open_tier
 from pyckpt.train.tiers.tier import Tier
 
 __all__ = ["Finder"]
+
+_logger = logging.getLogger("pyckpt")
 
 
 class Finder:
@@ -84,6 +88,19 @@ class Finder:
             OSError: this rank cannot read the directory, or a checkpoint that may be the newest.
         """
         return self._catalog.newest()
+
+    def _newer_than(self, step: int, *, tells: bool) -> list[int]:
+        """The steps of newer checkpoints; the log names them if this rank ``tells``."""
+        newer = [one.step for one in self.checkpoints() if one.step > step]
+        if newer and tells:
+            _logger.warning(
+                "training begins at step %d, and %s has newer checkpoints of an earlier run, "
+                "which the next restore will find first, unless they are moved away: steps %s",
+                step,
+                self.directory,
+                some(newer, 5),
+            )
+        return newer
 
     def export(
         self,

@@ -19,10 +19,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from pyckpt.activity import Amount
 from pyckpt.dcp.failures import portable_errors
+from pyckpt.dcp.frozen import FrozenSave
 from pyckpt.dcp.writer import DirectWriter
 from pyckpt.dcp.writing import WriteProgress
 from pyckpt.errors import SaveError
 from pyckpt.locks import fork_safe_lock
+from pyckpt.printable import seconds_text
 from pyckpt.statistics import WriteStatistics
 
 __all__ = ["Permission", "ReportingWriter", "SaveHandle", "SaveStatistics"]
@@ -101,7 +103,7 @@ class SaveHandle:
         elif (error := self.committed.exception()) is not None:
             state = f"failed: {type(error).__name__}: {error}"
         else:
-            state = f"committed in {self._times['committed']:.3g} s"
+            state = f"committed in {seconds_text(self._times['committed'])}"
         return f"<SaveHandle of step {self.step}: {state}>"
 
     @property
@@ -212,6 +214,10 @@ class ReportingWriter(DirectWriter):
         arrive: called when this rank has written, or failed to.
         failure: the error with which the save fails, on all ranks. A rank that cannot begin a save
             gives it, because the other ranks have begun and wait for it in a collective.
+        first_of_node: whether this rank makes the directory of its node ready, where each node has
+            a directory of its own. ``described`` is then to be committed by the caller. None where
+            all ranks share a directory, and this writer commits.
+        frozen: what is known of the frozen parts of the state; None if nothing may be frozen.
         options: as for DirectWriter.
     """
 
@@ -227,9 +233,16 @@ class ReportingWriter(DirectWriter):
         on_sweep: Callable[[], None],
         arrive: Callable[[], None],
         failure: Exception | None = None,
+        first_of_node: bool | None = None,
+        frozen: FrozenSave | None = None,
         **options: Any,
     ) -> None:
         super().__init__(path, **options)
+        self._first_of_node = first_of_node
+        self.described: tuple[bytes, set[str]] | None = None
+        """On the rank that coordinates: the bytes of ``.metadata`` that are to be committed on each
+        node, and the names of the data files."""
+        self._frozen = frozen
         self._number = number - 1
         self._fence = fence
         self._fenced = ExitStack()
@@ -247,7 +260,7 @@ class ReportingWriter(DirectWriter):
         with portable_errors():
             if self._failure is not None:
                 raise self._failure
-            if self._is_coordinator:
+            if self._prepares_directory:
                 with self._fence.held():
                     pass  # raises before anything is made in the directory
             with self._fenced:
@@ -277,6 +290,16 @@ class ReportingWriter(DirectWriter):
                 # If another job removed the files, the fence raises `Superseded` instead.
                 with self._fence.held():
                     raise
+
+    @property
+    def _prepares_directory(self) -> bool:
+        return super()._prepares_directory if self._first_of_node is None else self._first_of_node
+
+    def _commit(self, data: bytes, files: set[str], check: Callable[[], None]) -> None:
+        if self._first_of_node is None:
+            super()._commit(data, files, check)
+        else:
+            self.described = data, files
 
     def _before_sweep(self) -> None:
         self._fenced.enter_context(self._fence.held())

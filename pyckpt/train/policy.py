@@ -35,6 +35,11 @@ class Policy:
         if self.save_when is not None and not callable(self.save_when):
             raise TypeError(f"{self.save_when = } must be a function of a step.")
 
+    @property
+    def ever_due(self) -> bool:
+        """Whether a save will be due, if training goes on long enough."""
+        return (self.every_steps, self.every_minutes, self.save_when) != (None, None, None)
+
     def due_at(self, step: int) -> bool:
         """Whether a save is due by the step alone, which is the same on every rank."""
         if self.every_steps is not None and step % self.every_steps == 0:

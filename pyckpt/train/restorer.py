@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,14 @@ from pyckpt.activity import Activity, activity
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.reader import DirectReader
 from pyckpt.dcp.renaming import Rename, stored_keys
-from pyckpt.dcp.report import LoadReport
-from pyckpt.dcp.together import together
+from pyckpt.dcp.report import LoadReport, some
+from pyckpt.dcp.together import gather, together
 from pyckpt.engine import Engine
-from pyckpt.errors import CorruptCheckpoint, LoadError
+from pyckpt.errors import CorruptCheckpoint, LoadError, RanksLost
 from pyckpt.remote.address import is_url
 from pyckpt.train.announcer import Announcer
+from pyckpt.train.nodes.reading import NodeReader
+from pyckpt.train.nodes.restoring import NodeRestore
 from pyckpt.train.state.app_state import AppState
 from pyckpt.train.store.catalog import Catalog, CheckpointInfo, reading
 from pyckpt.train.store.pieces import Direct, verify
@@ -35,6 +37,13 @@ __all__ = ["LoadOptions", "Restorer"]
 _logger = logging.getLogger("pyckpt")
 
 T = TypeVar("T")
+
+
+def _which(numbers: Sequence[int]) -> str:
+    """The ranks with the largest number, which says what happened there."""
+    worst = max(numbers)
+    ranks = [rank for rank, number in enumerate(numbers) if number == worst]
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {some(ranks, 8)}"
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ class LoadOptions:
     mismatched: Literal["error", "keep"] = "error"
     rename: Rename | None = None
     allow: Sequence[Allowed] = ()
-    share_reads: bool = False
+    share_reads: bool | None = None
 
     def __post_init__(self) -> None:
         if self.missing not in ("error", "keep"):
@@ -70,6 +79,8 @@ class Restorer:
         ranks: the ranks that restore together.
         direct, engine: as for `Checkpointer`.
         announcer: tells of what is restored; by default one that only logs.
+        nodes: finds and reads checkpoints whose parts are on several nodes; None where all ranks
+            share a directory.
 
     Attributes:
         report: of the last load, on this rank.
@@ -85,7 +96,9 @@ class Restorer:
         engine: Engine | None,
         mirror: Tier | None = None,
         announcer: Announcer | None = None,
+        nodes: NodeRestore | None = None,
     ) -> None:
+        self._nodes = nodes
         self._mirror = mirror
         # Steps whose checkpoints proved corrupt in the mirror, and those that are not read from the
         # directory, since they proved corrupt there on some rank.
@@ -108,8 +121,11 @@ class Restorer:
         required: bool,
     ) -> int | None:
         """See ``Checkpointer.restore``."""
-        with self._activity(f"restoring from {self._catalog.directory}") as here:
-            found = self._restore(state, step, options, here, required=required)
+        doing = f"restoring from {self._catalog.directory}"
+        with self._activity(doing) as here:
+            with self._ranks.acting(doing):
+                found = self._restore(state, step, options, here, required=required)
+            # What a handler of the log raises is not the error of a collective.
             if found is not None:
                 self._announcer.restored(found, here.seconds, self.report)
                 self._tell_newer(found)
@@ -128,6 +144,8 @@ class Restorer:
         self._refuse_unusable(state, options)
         limit = step
         first: Exception | None = None
+        if self._nodes is not None:
+            self._nodes.settle()
         while True:
             found = self._agree_on_newest(limit, exactly=step)
             if found is None:
@@ -161,18 +179,23 @@ class Restorer:
             self.distrusted.add(found.step)
             limit = found.step - 1
 
-    def load(self, path: Path, state: Mapping[str, Any], options: LoadOptions) -> None:
-        """Load the checkpoint in a directory of any name, and no other.
+    def load(self, path: Path | str, state: Mapping[str, Any], options: LoadOptions) -> None:
+        """Load the checkpoint in a directory of any name, or at a URL, and no other.
 
         Raises:
             Exception: as ``Checkpointer.restore`` with a ``step``.
         """
-        with self._activity(f"loading {path}") as here:
-            self._refuse_unusable(state, options)
-            failure = self._load(CheckpointInfo(0, path), state, options)
-            if failure is not None:
-                raise failure
-            self._announcer.restored(CheckpointInfo(0, path), here.seconds, self.report)
+        found = CheckpointInfo(0, Path(path))
+        if isinstance(path, str):
+            found = replace(found, mirror=path, is_local=False)
+        doing = f"loading {path}"
+        with self._activity(doing) as here:
+            with self._ranks.acting(doing):
+                self._refuse_unusable(state, options)
+                failure = self._load(found, state, options)
+                if failure is not None:
+                    raise failure
+            self._announcer.restored(found, here.seconds, self.report)
 
     def _activity(self, name: str) -> AbstractContextManager[Activity]:
         return activity(name, speaks=self._ranks.rank == 0, late=self._announcer.late)
@@ -190,19 +213,28 @@ class Restorer:
             AppState(state, process_group=self._ranks.work).check(keep=options.keep)
         except Exception as error:
             failure = error
-        if self._ranks.largest(int(failure is not None)):
-            raise failure or LoadError("the state of another rank cannot be saved")
+        failed = self._ranks.numbers(int(failure is not None))
+        if any(failed):
+            raise failure or LoadError(f"the state of {_which(failed)} cannot be saved")
 
     def _agree_on_newest(
         self, limit: int | None, *, exactly: int | None = None
     ) -> CheckpointInfo | None:
         """The newest checkpoint up to a step that every rank sees."""
+        if self._nodes is not None:
+            return self._nodes.newest(
+                limit,
+                exactly=exactly,
+                not_local=self._not_here | self._distrusted_there,
+                not_mirrored=self._distrusted_there,
+            )
         while True:
             mine = self._together(partial(self._newest, limit), "looking for checkpoints")
             number = -1 if mine is None else mine.step
             if exactly is not None and number != exactly:
                 number, mine = -1, None
-            lowest, highest = -self._ranks.largest(-number), self._ranks.largest(number)
+            numbers = self._ranks.numbers(number)
+            lowest, highest = min(numbers), max(numbers)
             if exactly is not None and lowest != exactly:
                 entry = self._catalog.examine(exactly)
                 where = "" if number != exactly else " on other ranks"
@@ -212,11 +244,20 @@ class Restorer:
                     str(entry.path),
                 )
             if lowest == highest:
-                return mine
+                if mine is None or (mine := self._agree_on_save(mine)) is not None:
+                    return mine
+                text = "%s: the ranks see different saves of it, and none that all see"
+                self._log(logging.WARNING, text, self._catalog.path(highest))
+                if exactly is not None:
+                    path = str(self._catalog.path(exactly))
+                    raise FileNotFoundError(2, "no save of it that all ranks see", path)
+                limit = highest - 1
+                continue
             if lowest == -1:
                 raise LoadError(
-                    f"{self._catalog.directory}: some ranks see a checkpoint of step {highest} "
-                    "there, and others none that is valid; is it the same directory for all?"
+                    f"{self._catalog.directory}: {_which(numbers)} can see a checkpoint of step "
+                    f"{highest} there, and {_which([-n for n in numbers])} none that is valid; is "
+                    "it the same directory for all?"
                 )
             self._log(
                 logging.WARNING,
@@ -225,10 +266,31 @@ class Restorer:
             )
             limit = lowest
 
+    def _agree_on_save(self, mine: CheckpointInfo) -> CheckpointInfo | None:
+        """The checkpoint of a step that all ranks see somewhere, if the directory of some and the
+        mirror hold different saves of it; of several, the one that most ranks would take."""
+        group, doing = self._ranks.work, "comparing checkpoints"
+        first = gather(lambda: mine.save_id or "", process_group=group, doing=doing)
+        if len(set(first)) == 1:
+            return mine
+        saves = {mine.save_id or "": mine}
+        if self._mirror is not None:
+            mirror = self._mirror
+            there = self._together(
+                lambda: mirror.newest(mine.step, without=self._distrusted_there), doing
+            )
+            if there is not None and there.step == mine.step:
+                saves.setdefault(there.save_id or "", there)
+        every = gather(lambda: set(saves), process_group=group, doing=doing)
+        common = set.intersection(*every)
+        return saves[max(common, key=lambda save: (first.count(save), save))] if common else None
+
     def _newest(self, limit: int | None) -> CheckpointInfo | None:
         """The newest checkpoint up to a step that this rank sees, here or in the mirror."""
         found = self._catalog.newest_first(limit)
-        here = next((one for one in found if one.step not in self._not_here), None)
+        here = next(
+            (one for one in found if one.step not in self._not_here and not one.elsewhere), None
+        )
         if self._mirror is None:
             return here
         try:
@@ -273,7 +335,8 @@ class Restorer:
             mine = Failure.NONE
             if failure is not None:
                 mine = failure_of(failure, last=delay is None)
-            worst = self._ranks.largest(mine)
+            found_on = self._ranks.numbers(mine)
+            worst = max(found_on)
             if delay is None or worst != Failure.PASSING:
                 break
             if failure is not None:
@@ -288,9 +351,9 @@ class Restorer:
             return None
         if worst == Failure.DAMAGE:
             return failure or CorruptCheckpoint(
-                f"{found.place} could not be read on another rank", path=str(found.place)
+                f"{found.place} could not be read on {_which(found_on)}", path=str(found.place)
             )
-        raise failure or LoadError(f"{found.place} could not be loaded on another rank")
+        raise failure or LoadError(f"{found.place} could not be loaded on {_which(found_on)}")
 
     def _try(
         self, found: CheckpointInfo, state: Mapping[str, Any], options: LoadOptions
@@ -299,30 +362,53 @@ class Restorer:
         failure: Exception | None = None
         with ExitStack() as held:
             try:
-                if not is_url(found.place):
+                if not is_url(found.place) and (self._nodes is None or self._nodes.has_metadata):
                     held.enter_context(reading(Path(found.place)))
             except OSError as error:
                 failure = error
             # Loading is collective, so no rank may begin if one cannot.
             if not self._ranks.largest(int(failure is not None)):
                 try:
-                    reader = DirectReader(found.place, direct=self._direct, engine=self._engine)
-                    self.report = AppState(state, process_group=self._ranks.work).load(
-                        reader,
-                        missing=options.missing,
-                        keep=options.keep,
-                        unexpected=options.unexpected,
-                        mismatched=options.mismatched,
-                        rename=options.rename,
-                        allow=options.allow,
-                        share_reads=options.share_reads,
-                        check=partial(self._check, found),
-                    )
+                    with self._ranks.acting(f"loading {found.place}"):
+                        reader = held.enter_context(self._reader(found))
+                        self.report = self._fill(found, reader, state, options)
+                except RanksLost:
+                    raise
                 except Exception as error:
                     failure = error
         return failure
 
-    def _check(self, found: CheckpointInfo, report: LoadReport, metadata: Metadata) -> LoadReport:
+    def _fill(
+        self,
+        found: CheckpointInfo,
+        reader: DirectReader,
+        state: Mapping[str, Any],
+        options: LoadOptions,
+    ) -> LoadReport:
+        return AppState(state, process_group=self._ranks.work).load(
+            reader,
+            missing=options.missing,
+            keep=options.keep,
+            unexpected=options.unexpected,
+            mismatched=options.mismatched,
+            rename=options.rename,
+            allow=options.allow,
+            # Nodes fetch from each other what they lack, each once.
+            share_reads=options.share_reads if self._nodes is None else False,
+            check=partial(self._check, found, reader),
+        )
+
+    @contextmanager
+    def _reader(self, found: CheckpointInfo) -> Iterator[DirectReader]:
+        if self._nodes is None:
+            yield DirectReader(found.place, direct=self._direct, engine=self._engine)
+        else:
+            with self._nodes.reader(found, direct=self._direct, engine=self._engine) as reader:
+                yield reader
+
+    def _check(
+        self, found: CheckpointInfo, reader: DirectReader, report: LoadReport, metadata: Metadata
+    ) -> LoadReport:
         """Compare the checksums of items that ranks read in part. Each rank reads a share of these
         items as a whole."""
         keys = sorted(stored_keys(metadata))
@@ -338,6 +424,8 @@ class Restorer:
             direct=self._direct,
             engine=self._engine,
         )
+        if isinstance(reader, NodeReader):
+            share = partial(reader.check, metadata, doubtful, direct=self._direct)
         without = self._together(share, "verifying")
         without = set(self._ranks.on_any(keys, without))
         return replace(report, not_verified=[key for key in report.not_verified if key in without])
@@ -346,6 +434,12 @@ class Restorer:
         """Raise if all checkpoints are damaged: pyckpt must not decide to start from nothing."""
         entries = self._together(self._catalog.entries, "looking for checkpoints")
         damaged = [str(entry) for entry in entries if entry.state == "damaged"]
+        damaged += [
+            f"{one.path.name}: a part of it; other nodes have the rest, so pass node_local=True on "
+            "as many of them"
+            for one in (entry.checkpoint for entry in entries)
+            if one is not None and one.elsewhere
+        ]
         if self._mirror is not None:
             mirror = self._mirror
             there = self._together(mirror.damaged, "looking at the mirror")

@@ -18,7 +18,7 @@ from pyckpt.dcp.together import together
 from pyckpt.dcp.writer import DirectWriter
 from pyckpt.engine import Engine
 from pyckpt.errors import SaveError
-from pyckpt.printable import rate_text
+from pyckpt.printable import rate_text, seconds_text
 from pyckpt.statistics import WriteStatistics
 from pyckpt.train.arguments import state_of
 from pyckpt.train.state import values
@@ -40,7 +40,7 @@ def save(
     direct: Literal["auto", "require", "off"] = "auto",
     engine: Engine | None = None,
 ) -> WriteStatistics:
-    """Save a state into the directory ``path``, and return when the checkpoint is on disk. ::
+    """Save a state into ``path``, and return when the checkpoint is on disk. ::
 
         pyckpt.save({"model": model, "optimizer": optimizer, "epoch": 3}, "checkpoints/best")
 
@@ -56,7 +56,8 @@ def save(
         state: objects by name. An object with ``state_dict`` and ``load_state_dict`` methods is
             asked for its state. All else is saved as it is: tensors, numbers, strings, None, numpy
             arrays, and dicts, lists, tuples and sets of these.
-        path: the checkpoint's directory. It is made if it is missing, as are those above it.
+        path: the checkpoint's directory. It is made if it is missing, as are those above it. Or its
+            URL in an object store, as for `DirectWriter`.
         overwrite: whether a checkpoint in the directory is replaced. The old one can be loaded
             until the new one is complete.
         sync_files: wait until all bytes are durable (fsync). If this is False, a power failure may
@@ -76,7 +77,8 @@ def save(
             stays as it was.
         OSError: a file cannot be written. No checkpoint was replaced.
         TypeError: ``state`` is no dict, or has a value that `pyckpt.load` could not load.
-        ValueError: an argument is out of range, or ``path`` is a URL.
+        ValueError: an argument is out of range, or ``path`` is a URL that names no
+            object store.
         SaveError: the ranks failed in different ways, or by an error that is none of these. The
             errors of the ranks are chained.
     """
@@ -110,7 +112,7 @@ def save(
     if speaks:
         size = writer.checkpoint_bytes or 0
         rate = rate_text(size, here.seconds)
-        _logger.info("committed %s in %.3g s (%s)", writer.path, here.seconds, rate)
+        _logger.info("committed %s in %s (%s)", writer.path, seconds_text(here.seconds), rate)
     return writer.statistics or WriteStatistics()
 
 

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from pyckpt.activity import begin, end
 from pyckpt.dcp.failures import error_of, said
+from pyckpt.dcp.frozen import FrozenSave
 from pyckpt.dcp.save import save_with_dcp
 from pyckpt.dcp.save_planner import SavePlanner
 from pyckpt.dcp.stager import PinnedStager
@@ -24,7 +25,9 @@ from pyckpt.errors import PyckptError, SaveError
 from pyckpt.format import commit
 from pyckpt.locks import fork_safe_lock
 from pyckpt.train.announcer import Announcer
+from pyckpt.train.frozen import FrozenParts
 from pyckpt.train.handle import Permission, ReportingWriter, SaveHandle
+from pyckpt.train.nodes.committing import NodeCommit
 from pyckpt.train.state.app_state import AppState
 from pyckpt.train.store.catalog import NOTE_KEY, note
 from pyckpt.train.store.pieces import Direct
@@ -57,7 +60,10 @@ class Saver:
         direct: whether writing bypasses the page cache, as for `DirectWriter`.
         engine: the memory and threads to use; by default those that everyone shares.
         announcer: tells of the saves; by default one that only logs, and names them by their paths.
+        frozen: finds what need not be written again; by default everything is.
         on_commit: called with each save that was committed, by the thread that committed it.
+        nodes: commits on each node, where each has a directory of its own; None where all ranks
+            share one.
 
     Attributes:
         started, ended: how many saves have started, and how many have ended or failed.
@@ -77,7 +83,13 @@ class Saver:
         engine: Engine | None,
         on_commit: Callable[[SaveHandle], None],
         announcer: Announcer | None = None,
+        nodes: NodeCommit | None = None,
+        frozen: FrozenParts | None = None,
     ) -> None:
+        self._nodes = nodes
+        self._metrics: Mapping[str, float] = {}  # of the save that was started last; on rank 0
+        self._frozen = frozen
+        self._frozen_save: FrozenSave | None = None  # of the save that was started last
         self._catalog = catalog
         self._ranks = ranks
         self._fence = fence
@@ -110,9 +122,22 @@ class Saver:
         return self.handle is not None and not self.handle.committed.done()
 
     @property
-    def file(self) -> Path | None:
-        """The data file that this rank wrote in the last save; None if it wrote none."""
-        return None if self._current is None else self._current.file
+    def own_files(self) -> tuple[Path | None, tuple[Path, ...]]:
+        """The data file that this rank wrote in the last save, if it wrote one; and its files of
+        frozen parts."""
+        own = () if self._current is None else self._current.own_files
+        frozen = tuple(file for file in own if commit.is_frozen_file(file.name))
+        return next((file for file in own if file not in frozen), None), frozen
+
+    @property
+    def saves(self) -> str:
+        """How many saves there were, in words."""
+        return f"{self.started} saves" + (f" ({self.failures} failed)" if self.failures else "")
+
+    @property
+    def state(self) -> str:
+        """What is under way, in words."""
+        return f"saving step {self.handle.step}" if self.busy and self.handle else "idle"
 
     def counts(self) -> tuple[int, int]:
         """How many saves ended, and the number of the last that failed, read under the lock."""
@@ -132,6 +157,8 @@ class Saver:
     def close(self) -> None:
         """Release the memory of staging, and remove the files that failed saves left. Call it when
         no save is under way."""
+        if self._frozen is not None:
+            self._frozen.close()
         self._thread.shutdown()
         if self._remains:
             try:
@@ -239,8 +266,11 @@ class Saver:
         if objects.optimizers != self._stager.optimizers:
             self._stager.close()
             self._stager = PinnedStager(optimizers=objects.optimizers, engine=self._engine)
+        if self._frozen is not None:
+            self._frozen_save = self._frozen.begin(tree, objects.parameters)
         if self._ranks.rank == 0:
             numbers = {name: float(value) for name, value in metrics.items()}
+            self._metrics = numbers
             tree[NOTE_KEY] = note(step, final=final, metrics=numbers)
         return tree
 
@@ -250,9 +280,11 @@ class Saver:
             number=self.started,
             fence=self._fence,
             failure=failure,
+            first_of_node=None if self._nodes is None else self._nodes.acts,
             on_written=lambda: self._written(handle),
             on_sweep=lambda: self._remove_remains(handle.path),
             arrive=self._ranks.arrive,
+            frozen=None if failure is not None else self._frozen_save,
             stager=self._stager,
             overwrite=self._overwrite,
             direct=self._direct,
@@ -278,9 +310,13 @@ class Saver:
 
         writer.staged.add_done_callback(staged)
 
+        frozen_save = self._frozen_save
+
         def run() -> None:
             if turn.acquire(blocking=False):
                 self._save(handle, done, staged_tree, writer)
+                if self._frozen is not None and frozen_save is not None:
+                    self._frozen.verify(frozen_save)
 
         self._in_thread(run)
         writer.synchronize_staging()
@@ -294,7 +330,9 @@ class Saver:
     ) -> None:
         failure: BaseException | None = None
         try:
-            with self._ranks.meetings(2):
+            with self._ranks.meetings(2 if self._nodes is None else 2 + NodeCommit.MEETINGS):
+                if self._nodes is not None:
+                    self._nodes.begin()
                 self._ranks.arrive()
                 save_with_dcp(
                     tree,
@@ -303,6 +341,10 @@ class Saver:
                     process_group=self._ranks.work,
                     alone=self._ranks.work is None,
                 )
+                if self._nodes is not None:
+                    self._nodes.commit(
+                        handle.path, writer.described, final=handle.final, metrics=self._metrics
+                    )
         except CheckpointException as error:
             failure = error
         except BaseException as error:
@@ -325,6 +367,8 @@ class Saver:
         already."""
         while self._remains:
             path, files = self._remains.popitem()
+            if self._nodes is not None:
+                files = self._nodes.remains(path)
             if path != begun:
                 commit.remove_failed(path, files, sync=True)
 
@@ -345,7 +389,8 @@ class Saver:
                 self._failure = failure
             self.ended = number
         if failure is not None:
-            if self._ranks.rank == 0 and self._current is not None:
+            sweeps = self._ranks.rank == 0 if self._nodes is None else self._nodes.acts
+            if sweeps and self._current is not None:
                 files = self._remains.setdefault(handle.path, set())
                 files |= self._current.files
             self._stager.take_failure()  # otherwise the next save would raise this error again
@@ -355,6 +400,8 @@ class Saver:
                 handle.fail(failure)
             return
         try:
+            if self._frozen is not None and self._frozen_save is not None:
+                self._frozen.committed(handle.path, self._frozen_save)
             self._written(handle)  # a rank that had nothing to write has not reported it
             handle.mark("committed")
             self._on_commit(handle)

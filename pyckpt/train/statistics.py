@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyckpt.train.advice import Advice, advise
-from pyckpt.train.tiers.promotion import MirrorStatistics
+from pyckpt.train.tiers.jobs import MirrorStatistics
 
 __all__ = ["CheckpointerStatistics", "Stopwatch"]
 

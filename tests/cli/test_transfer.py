@@ -69,10 +69,10 @@ def run(model: nn.Module, tmp_path: Path) -> Path:
 
 
 def test_there_and_back(run: Path, model: nn.Module, tmp_path: Path) -> None:
-    said = told("export", run, tmp_path / "hf")
+    said = command("export", run, tmp_path / "hf", "--json").json
     assert [Path(name).name for name in said["files"]] == ["model.safetensors"]
     assert said["checkpoint"] == str(run / "step-00000007")
-    back = told("import", tmp_path / "hf", tmp_path / "back", "--step", 9)
+    back = command("import", tmp_path / "hf", tmp_path / "back", "--step", 9, "--json").json
     assert (back["step"], back["names"], back["kind"]) == (9, ["model"], "weights")
     other = nn.Linear(4, 3)
     pyckpt.load_model(other, back["path"])

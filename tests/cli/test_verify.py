@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
 import subprocess
@@ -81,6 +82,23 @@ def test_wrong_bytes_of_stocks_items_are_found(made: Path, key: str) -> None:
     record = b"data/0" if key.startswith("model") else b"data.pkl"
     at = data.index(record) + 200  # past the padding behind the record's name
     flip(made / "stock", part, at if key.startswith("model") else data.index(b"K\x03.") + 1)
+    done = pyckpt("verify", made / "stock", "--json")
+    assert done.status == 1
+    assert [damage["key"] for damage in done.json[0]["damages"]] == [key]
+
+
+@pytest.mark.parametrize("key", ["model.a.weight", "epoch"])
+def test_stocks_archives_that_torch_cannot_read_are_found(made: Path, key: str) -> None:
+    """Their records are sound; where the directory says that these are is not."""
+    part = parts_of(made / "stock")[key]
+    with open(made / "stock" / part.file, "rb") as file:
+        file.seek(part.offset)
+        data = bytearray(file.read(part.length))
+    at = data.index(b"PK\1\2") + 27  # of the first record's size
+    flip(made / "stock", part, at)
+    data[at] ^= 4
+    with pytest.raises(RuntimeError):
+        torch.load(io.BytesIO(data))
     done = pyckpt("verify", made / "stock", "--json")
     assert done.status == 1
     assert [damage["key"] for damage in done.json[0]["damages"]] == [key]

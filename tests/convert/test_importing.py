@@ -423,6 +423,20 @@ def test_the_directories_of_lightnings_sharded_strategies(tmp_path: Path) -> Non
     assert other.to(4, 3) == job.to(4, 3)
 
 
+def test_more_than_ten_optimizers_of_lightnings_sharded_strategies(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    group = {"lr": 0.1, "params": ["w"]}
+    optimizers = {
+        f"optimizer_{i}": {"state": {"w": {"x": torch.tensor(i)}}, "param_groups": [group]}
+        for i in range(11)
+    }
+    dcp.save({"model": {"w": torch.ones(2)}, **optimizers}, checkpoint_id=path)
+    torch.save({"global_step": 2, "pytorch-lightning_version": "2.6.6"}, path / "meta.pt")
+    state = pyckpt.load(import_checkpoint(path, tmp_path / "run").path)
+    for name, saved in optimizers.items():
+        assert state[name]["state"]["w"]["x"] == saved["state"]["w"]["x"], name
+
+
 def test_each_ranks_generators(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-5"
     folder.mkdir()

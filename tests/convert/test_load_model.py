@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from _ranks import run_ranks
+from _ranks import Child, Pipe, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import pyckpt
 from pyckpt import Checkpointer
-from pyckpt.errors import CorruptCheckpoint, LoadError
+from pyckpt.convert import load_model as load_model_module
+from pyckpt.errors import CorruptCheckpoint, LoadError, RanksLost
 
 
 def model_of(seed: int, width: int = 8) -> nn.Module:
@@ -191,6 +195,75 @@ def test_nothing_to_load(tmp_path: Path) -> None:
         pyckpt.load_model(model_of(0), tmp_path / "old.pt")
     with pytest.raises(FileNotFoundError, match="no checkpoint to restore"):
         pyckpt.load_model(model_of(0), tmp_path)
+
+
+def _load_where_one_cannot_look(run: Path) -> list[str]:
+    rank = dist.get_rank()
+    said = []
+    for path in (run / "absent", "memory:///absent", run, run / "step-00000001"):
+        mine = path
+        if path in (run, run / "step-00000001") and rank == 1:
+            mine = run / "absent"  # as where a file system is not mounted
+        try:
+            pyckpt.load_model(model_of(0), mine)
+            said.append("loaded")
+        except (OSError, LoadError) as error:
+            said.append(type(error).__name__)
+    there = f"memory:///{run.name}"  # the store of each process is its own
+    if rank == 0:
+        pyckpt.save({"model": model_of(1)}, there, no_dist=True)
+    for path in (there, run if rank else run / "step-00000001"):
+        try:
+            pyckpt.load_model(model_of(0), path)
+            said.append("loaded")
+        except (OSError, LoadError) as error:
+            said.append(type(error).__name__)
+    model = model_of(0)
+    pyckpt.load_model(model, run)
+    assert equal(model, model_of(2))
+    return said
+
+
+def _load_where_one_dies(_: Pipe, store: str, path: Path, rank: int, where: str) -> Any:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+    def die(*args: Any, **options: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:
+        monkeypatch = pytest.MonkeyPatch()
+        monkeypatch.setattr(load_model_module, where, die)
+    with pytest.raises(RanksLost) as caught:
+        pyckpt.load_model(nn.Linear(3, 2), path)
+    return caught.value.ranks, str(caught.value).partition(":")[0]
+
+
+@pytest.mark.parametrize("where", ["_is_bare", "load"])
+def test_a_rank_that_dies_is_named(tmp_path: Path, where: str) -> None:
+    pyckpt.save(dict(nn.Linear(3, 2).state_dict()), tmp_path / "bare")
+    store = str(tmp_path / "store")
+    children = [
+        Child(_load_where_one_dies, store, tmp_path / "bare", rank, where) for rank in range(2)
+    ]
+    try:
+        assert children[0].receive() == ((1,), "loading weights failed")
+    finally:
+        for child in children:
+            child.kill()
+
+
+def test_no_rank_waits_for_one_that_cannot_look(run: Path) -> None:
+    absent, differ = "FileNotFoundError", "LoadError"
+    expected = [absent, absent, absent, absent, absent, differ]
+    assert run_ranks(2, _load_where_one_cannot_look, run) == [expected, expected]
+
+
+def test_a_run_whose_checkpoints_have_other_names(run: Path) -> None:
+    (run / "step-00000002").rename(run / "checkpoint-2")
+    model = model_of(0)
+    pyckpt.load_model(model, run, naming="checkpoint-{}")
+    assert equal(model, model_of(2))
 
 
 def _sharded(run: Path, export: Path) -> list[bool]:

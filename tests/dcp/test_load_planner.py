@@ -11,6 +11,7 @@ from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
+import _hostile
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import empty as empty_dtensor
 
+import pyckpt
 from pyckpt.dcp.load import load
 from pyckpt.dcp.planner import LoadPlanner
 from pyckpt.dcp.report import Conversion, LoadReport, Replacement
@@ -582,6 +584,27 @@ def test_load_warns_of_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder)
     assert not recwarn.list
 
 
+@pytest.mark.parametrize("names", [("a",), ("a", "b", "c")], ids=["fewer", "more"])
+def test_all_is_one_save_though_another_comes_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
+) -> None:
+    """The names are those of the save whose values are loaded, no more and no fewer."""
+    pyckpt.save({"a": 1, "b": 1}, tmp_path)
+    read = pyckpt.DirectReader.read_metadata
+    reads = 0
+
+    def saved_over(self: pyckpt.DirectReader, *args: Any, **kwargs: Any) -> Any:
+        nonlocal reads
+        found = read(self, *args, **kwargs)
+        reads += 1
+        if reads == 1:
+            pyckpt.save(dict.fromkeys(names, 2), tmp_path, overwrite=True)
+        return found
+
+    monkeypatch.setattr(pyckpt.DirectReader, "read_metadata", saved_over)
+    assert load(tmp_path) == dict.fromkeys(names, 2)
+
+
 def test_load_needs_somewhere_to_load_from() -> None:
     with pytest.raises(ValueError, match="path"):
         load({})
@@ -760,3 +783,23 @@ def test_errors_that_do_not_pickle_reach_all_ranks(tmp_path: Path) -> None:
 def test_failures_of_ranks(tmp_path: Path) -> None:
     save({"a": ONES}, tmp_path / "c")
     run_ranks(2, fail_on_ranks, tmp_path)
+
+
+@pytest.mark.parametrize("into", ["loaded", "created"])
+def test_complex_values_are_not_made_real(tmp_path: Path, into: str) -> None:
+    save({"w": torch.tensor([1 + 2j, 3]), "v": ONES}, tmp_path)
+    state = {"w": torch.zeros(2) if into == "loaded" else None, "v": torch.zeros(3)}
+    with pytest.raises(LoadError, match="imaginary parts in w") as caught:
+        load(state, tmp_path, create=lambda key, of: torch.zeros(of.size))
+    assert caught.value.mismatched == ("w",)
+    assert not state["v"].any()
+    report = load({"v": torch.zeros(3, dtype=torch.complex64)}, tmp_path)
+    assert [one.key for one in report.converted] == ["v"]
+
+
+def test_a_complex_tensor_that_the_metadata_calls_real(tmp_path: Path) -> None:
+    item = _hostile.saved(torch.tensor([1 + 2j, 3]))
+    places = {_hostile.at("w", 0): _hostile.place(0, len(item))}
+    _hostile.write(tmp_path, {"w": _hostile.described((2,))}, places, item)
+    with pytest.raises(CorruptCheckpoint, match="complex64 is stored there"):
+        load({"w": torch.zeros(2)}, tmp_path)

@@ -779,6 +779,7 @@ def test_arguments(tmp_path: Path) -> None:
     assert pyckpt.DirectReader.validate_checkpoint_id(tmp_path)
     assert not pyckpt.DirectReader.validate_checkpoint_id(tmp_path / "none")
     assert pyckpt.DirectReader.validate_checkpoint_id("s3://bucket/path")
+    assert not pyckpt.DirectReader.validate_checkpoint_id("file://host/path")
 
 
 def test_missing_directory(tmp_path: Path) -> None:

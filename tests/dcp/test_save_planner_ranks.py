@@ -78,8 +78,8 @@ def staged_bytes(stager: pyckpt.PinnedStager) -> list[int]:
     counts: list[int] = []
     original = stager.begin
 
-    def begin(state_dict: dict[str, Any], *, direct: bool) -> Any:
-        staging, copies = original(state_dict, direct=direct)
+    def begin(state_dict: dict[str, Any], **options: Any) -> Any:
+        staging, copies = original(state_dict, **options)
         counts.append(staging.bytes)
         return staging, copies
 

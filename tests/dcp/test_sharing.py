@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import pyckpt
-from pyckpt.dcp import handing_on, sharing
+from pyckpt.dcp import handing_on, neighbours, sharing
 from pyckpt.errors import CorruptCheckpoint, LoadError
 from pyckpt.format.metadata import StorageInfo
 
@@ -72,7 +73,11 @@ def _check(found: Any, expected: Any, where: str = "") -> None:
         assert found == expected, where
 
 
-def _load(state: dict[str, Any], path: Path, **options: Any) -> tuple[Any, int]:
+def _load(
+    state: dict[str, Any], path: Path, *, near: bool = False, **options: Any
+) -> tuple[Any, int]:
+    if not near:  # each rank on a host of its own, so that all bytes go through the group
+        neighbours._host = lambda: str(os.getpid())
     reader = pyckpt.DirectReader(path)
     report = pyckpt.load(state, reader=reader, share_reads=True, **options)
     return report, reader.statistics.bytes
@@ -308,13 +313,13 @@ def _small_state() -> dict[str, Any]:
     }
 
 
-def _ends_alike(path: Path) -> bool:
+def _ends_alike(path: Path, near: bool = False) -> bool:
     """Whether a load failed: on all ranks, or on none, for want of memory."""
     expected, said = _small_state(), ""
     found = _empty_like(expected)
     found["columns"] = torch.zeros(48, 64).t()
     try:
-        _load(found, path)
+        _load(found, path, near=near)
     except LoadError as error:
         said = str(error)
     else:
@@ -326,7 +331,7 @@ def _ends_alike(path: Path) -> bool:
     return bool(said)
 
 
-def _load_with_little_memory(path: Path, victim: int) -> int:
+def _load_with_little_memory(path: Path, victim: int, near: bool) -> int:
     handing_on._PIECE_BYTES = PAGE
     handing_on._SMALL_BYTES = PAGE // 2
     scarce = _Scarce()
@@ -334,17 +339,17 @@ def _load_with_little_memory(path: Path, victim: int) -> int:
         sharing.torch = handing_on.torch = scarce  # type: ignore[assignment]
     for count in range(1, 1000):  # the first is what the ranks say by that one failed
         scarce.left = count
-        if not _ends_alike(path):
+        if not _ends_alike(path, near):
             return count
     return 0
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_no_rank_waits_for_one_without_memory(tmp_path: Path, victim: int) -> None:
+@pytest.mark.parametrize(("victim", "near"), [(0, False), (1, True), slow(1, False)])
+def test_no_rank_waits_for_one_without_memory(tmp_path: Path, victim: int, near: bool) -> None:
     """Wherever it runs out."""
     path = tmp_path / "checkpoint"
     dcp.save(_small_state(), storage_writer=pyckpt.DirectWriter(path), no_dist=True)
-    counts = run_ranks(3, _load_with_little_memory, path, victim)
+    counts = run_ranks(3, _load_with_little_memory, path, victim, near)
     assert len(set(counts)) == 1
     assert counts[0] > 12
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import itertools
+import logging
 import threading
 import weakref
 from concurrent.futures import CancelledError
@@ -301,6 +302,28 @@ def test_engine_closed_in_between(tmp_path: Path, size: int) -> None:
     with pytest.raises(EngineClosed):
         dcp.async_save({"weight": parameter}, storage_writer=writer)
     assert own.native.arena_used_bytes == 0
+
+
+class Raising(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise ValueError("a program's handler, as planned")
+
+
+def test_a_handler_of_the_log_that_raises_holds_no_save_up(tight: pyckpt.Engine) -> None:
+    stager = pyckpt.PinnedStager(engine=tight)
+    gate = threading.Event()
+    stager._run_later(lambda: gate.wait(60))
+    staging, _ = stager.begin({"t": torch.rand(10)}, direct=False)
+    staging._native.fail("as planned")
+    handler = Raising()
+    logging.getLogger("pyckpt").addHandler(handler)
+    try:
+        gate.set()
+        with pytest.raises(RuntimeError, match="as planned"):
+            staging.staged.result(60)
+    finally:
+        logging.getLogger("pyckpt").removeHandler(handler)
+    staging.release()
 
 
 def test_engine_closed_before(tmp_path: Path) -> None:

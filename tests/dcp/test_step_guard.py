@@ -431,11 +431,13 @@ def test_a_save_that_never_reached_the_writer_holds_no_step_back(tmp_path: Path)
         writer = writer_to(tmp_path, stager=stager, engine=own)
         try:
             future = dcp.async_save(
-                dict(model.state_dict()), storage_writer=writer, checkpoint_id="s3://bucket/step-1"
+                dict(model.state_dict()),
+                storage_writer=writer,
+                checkpoint_id="other://bucket/step-1",
             )
         except ValueError:  # as in torch 2.9
             pytest.skip("this torch tells the writer where to write before it has the state copied")
-        with pytest.raises(BaseException, match="URL"):
+        with pytest.raises(BaseException, match="address"):
             future.result()
         stepping = threading.Thread(target=optimizer.step, daemon=True)
         stepping.start()

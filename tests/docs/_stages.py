@@ -117,14 +117,30 @@ def _profiling(names: dict[str, Any]) -> None:
 
 
 def _tiers(names: dict[str, Any]) -> None:
-    """A directory stands for the bucket."""
-    pyckpt = names["pyckpt"]
+    """Directories stand for the bucket and the local disk, or a store in memory for what is written
+    directly."""
+    names["pyckpt"] = _Also(names["pyckpt"], **_elsewhere(names["pyckpt"]))
 
-    def checkpointer(directory: str, *, mirror: str, **options: Any) -> Any:
-        assert (directory, mirror) == ("/local_nvme/run", "s3://bucket/run")
-        return pyckpt.Checkpointer("run", mirror="bucket", **options)
 
-    names["pyckpt"] = _Also(pyckpt, Checkpointer=checkpointer)
+def _elsewhere(pyckpt: Any) -> dict[str, Any]:
+    """What a page calls with the addresses of stores and local disks."""
+    real = pyckpt.Checkpointer, pyckpt.save, pyckpt.DirectWriter
+
+    def checkpointer(directory: str, *, mirror: str = "", **options: Any) -> Any:
+        if mirror:
+            options["mirror"] = mirror.removeprefix("s3://")
+        return real[0](directory.removeprefix("/"), **options)
+
+    def there(path: str) -> str:
+        return path.replace("s3://bucket", "memory://")
+
+    def save(state: Any, path: str) -> Any:
+        return real[1](state, there(path))
+
+    def direct_writer(path: str) -> Any:
+        return real[2](there(path))
+
+    return {"Checkpointer": checkpointer, "save": save, "DirectWriter": direct_writer}
 
 
 def _tutorial(names: dict[str, Any]) -> None:
@@ -142,6 +158,9 @@ def _tutorial(names: dict[str, Any]) -> None:
 def _readme(names: dict[str, Any]) -> None:
     """Long enough that the checkpoint is saved which the page then loads."""
     names["steps"] = 100
+    # The page imports the module itself. It runs in a process of its own.
+    for name, function in _elsewhere(names["pyckpt"]).items():
+        setattr(names["pyckpt"], name, function)
 
 
 OF_PAGE = {

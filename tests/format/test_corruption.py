@@ -420,6 +420,8 @@ def test_truncated_metadata(tmp_path: Path) -> None:
         {"payload_stride": (4, 1)},
         {"payload_stride": (1,)},
         {"payload_stride": "ab"},
+        {"xxh3": 7},
+        {"xxh3": "0" * 31 + "g"},
         {"payload_offset": -1},
         {"payload_offset": 1 << 62},
         {"payload_offset": "x"},

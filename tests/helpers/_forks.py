@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import traceback
@@ -16,7 +17,8 @@ def status_of_child(body: Callable[[], object]) -> int:
     child = os.fork()
     if child == 0:
         try:
-            signal.alarm(60)
+            faulthandler.register(signal.SIGALRM, chain=True)  # says where it waits
+            signal.alarm(300)
             torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
             body()
             os._exit(0)

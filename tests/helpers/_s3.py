@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -20,10 +20,41 @@ def settings() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
 
 
+Hook = Callable[[str, str, Callable[[], list[bytes]]], "list[bytes] | int"]
+"""Called for each request with its method, its path with the query, and what has the server answer
+it. It returns the answer, or the status of an error instead."""
+
+
+class _Hooked:
+    """The server's application, with a hook around it."""
+
+    def __init__(self, application: Any, hook: Hook) -> None:
+        self._application = application
+        self._hook = hook
+
+    def __call__(self, environment: dict[str, Any], start: Callable[..., Any]) -> list[bytes]:
+        path = f"{environment['PATH_INFO']}?{environment['QUERY_STRING']}"
+        said: list[Any] = []
+
+        def answer() -> list[bytes]:
+            return list(self._application(environment, lambda *args: said.append(args)))
+
+        found = self._hook(environment["REQUEST_METHOD"], path, answer)
+        if isinstance(found, int):
+            start(f"{found} Error", [("Content-Type", "text/plain")])
+            return [b"the test says so"]
+        start(*said[-1])
+        return found
+
+
 @contextmanager
-def bucket(name: str = "runs") -> Iterator[Any]:
+def bucket(name: str = "runs", *, hook: Hook | None = None) -> Iterator[Any]:
     """A bucket, as boto3 has it. Meanwhile the environment has all of obstore's settings for it;
-    `settings` is what to give to child processes, which have another environment."""
+    `settings` is what to give to child processes, which have another environment.
+
+    Args:
+        hook: sees the requests to what is in the bucket; it may fail them.
+    """
     server_module = pytest.importorskip("moto.server")
     import boto3
 
@@ -45,7 +76,10 @@ def bucket(name: str = "runs") -> Iterator[Any]:
             reset = urllib.request.Request(f"http://{host}:{port}/moto-api/reset", method="POST")
             urllib.request.urlopen(reset).close()
             store = boto3.resource("s3", endpoint_url=found["AWS_ENDPOINT_URL"])
-            yield store.create_bucket(Bucket=name)
+            made = store.create_bucket(Bucket=name)
+            if hook is not None:
+                server._server.app = _Hooked(server._server.app, hook)
+            yield made
         finally:
             server.stop()
             address.open_store.cache_clear()

@@ -18,6 +18,8 @@ from test_lightning_checkpoints import StopAt
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+from pyckpt.convert import import_checkpoint
+from pyckpt.errors import LoadError
 from pyckpt.integrations import lightning as ours
 from pyckpt.integrations.lightning import Checkpoints
 
@@ -134,3 +136,65 @@ def from_stock(root: str) -> list[int]:
 
 def test_a_sharded_checkpoint_of_lightnings_own_is_loaded(tmp_path: Path) -> None:
     assert run_ranks(2, from_stock, str(tmp_path)) == [list(range(7, 13))] * 2
+
+
+class Plain(Module):
+    """Without dropout and metrics, since generators and metrics are not in what Lightning saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].p = 0.0
+
+    @property
+    def strict_loading(self) -> bool:
+        return False
+
+
+class PlainSharded(Plain, Sharded):
+    pass
+
+
+def shards_of_lightnings_own(root: str, kind: str) -> dict[int, str]:
+    """Train for an epoch and save; and train for two in one go."""
+    rank = as_rank()
+    saves = ModelCheckpoint(root, save_last=True)
+
+    def fit(*callbacks: Any, epochs: int) -> Module:
+        strategy: Any = StockFSDP(state_dict_type="sharded")
+        if kind == "fsdp2":
+            strategy = parts(kind, of=stock)[1]
+        module = PlainSharded() if kind == "fsdp2" else Plain()
+        trainer(Path(root), *callbacks, strategy=strategy, epochs=epochs, **rank).fit(module)
+        return module
+
+    fit(saves, epochs=1)
+    assert os.path.exists(os.path.join(root, "last.ckpt", "meta.pt"))
+    return fit(epochs=2).losses
+
+
+def resume_what_was_imported(root: str, path: str) -> dict[int, str]:
+    again = Plain()
+    # Lightning saves where the first rank is in its data, and has all ranks go on there.
+    strategy = ours.DDPStrategy(merge_data=lambda positions, rank, world_size: positions[0])
+    trainer(Path(root), strategy=strategy, epochs=2, **as_rank()).fit(again, ckpt_path=path)
+    return again.losses
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "fsdp2"])
+def test_one_command_converts_the_shards_of_lightnings_own(tmp_path: Path, kind: str) -> None:
+    wholes = run_ranks(2, shards_of_lightnings_own, str(tmp_path), kind)
+    last = tmp_path / "last.ckpt"
+    with pytest.raises(LoadError) as error:
+        trainer(tmp_path, strategy=ours.SingleDeviceStrategy("cpu")).fit(Plain(), ckpt_path=last)
+    command = str(error.value).partition("pyckpt import ")[2].split()
+    assert command == [str(last), "RUN"]
+    report = import_checkpoint(command[0], tmp_path / "run")
+    assert (report.step, report.kind) == (6, "a sharded checkpoint of Lightning")
+    found = run_ranks(2, resume_what_was_imported, str(tmp_path), str(report.path))
+    for mine, whole in zip(found, wholes, strict=True):
+        assert list(mine) == list(range(7, 13))
+        for step, seen in mine.items():  # sums over shards round otherwise
+            loss, inputs = seen.split()
+            expected, same_inputs = whole[step].split()
+            assert inputs == same_inputs
+            assert float.fromhex(loss) == pytest.approx(float.fromhex(expected), rel=1e-5)

@@ -31,6 +31,45 @@ std::shared_ptr<Region> allocate(const std::shared_ptr<Arena>& arena, size_t siz
   return arena->allocate(size, kPrivate);
 }
 
+// The thread sanitizer's own memory may come to lie there.
+#ifndef __SANITIZE_THREAD__
+// Buffers are not in a forked child, where other memory may come to their place.
+TEST(PinnedBufferTest, AForkedChildKeepsWhatLiesInItsPlace) {
+  auto buffer = std::make_unique<PinnedBuffer>(kSegment);
+  EXPECT_EQ(in_child([&] {
+              std::byte* const place = buffer->data();
+              void* const own = ::mmap(place, kPage, PROT_READ | PROT_WRITE,
+                                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+              if (own != place) return 1;
+              *place = std::byte{7};
+              buffer.reset();
+              return *place == std::byte{7} ? 0 : 2;
+            }),
+            0);
+}
+#endif
+
+// A child that drops what it has of its parent's copies waited for ever for a mutex that another
+// thread of the parent had held at the fork.
+TEST(ArenaTest, RegionsGoInAForkedChildWhileTheParentUsesTheArena) {
+  const auto arena = std::make_shared<Arena>(kSegment);
+  auto region = allocate(arena, kPage);
+  std::atomic<bool> over{false};
+  std::thread user([&] {
+    while (!over) allocate(arena, kPage);
+  });
+  for (int i = 0; i < 200; ++i) {
+    EXPECT_EQ(in_child([&] {
+                region.reset();
+                return 0;
+              }),
+              0);
+    if (HasFailure()) break;
+  }
+  over = true;
+  user.join();
+}
+
 TEST(ArenaTest, FirstFitInWholePages) {
   const auto arena = std::make_shared<Arena>(kSegment);
   const auto a = allocate(arena, 1);
@@ -216,10 +255,27 @@ TEST(PinnedBufferTest, PopulatesLargeRanges) {
   }
 }
 
+// In pieces, until it is told to stop; what is there stays as it is.
+TEST(PinnedBufferTest, WarmsUntilItIsToStop) {
+  PinnedBuffer buffer(4 * kSegment);
+  buffer.data()[kSegment] = std::byte{7};
+  int asked = 0;
+  EXPECT_FALSE(buffer.warm(kPage, buffer.size() - kPage, kNoDevice, [&] { return ++asked < 3; }));
+  std::vector<unsigned char> there(buffer.size() / kPage);
+  ASSERT_EQ(::mincore(buffer.data(), buffer.size(), there.data()), 0);
+  EXPECT_TRUE(there[1] & 1);
+  EXPECT_FALSE(there.back() & 1);
+  EXPECT_TRUE(buffer.warm(kPage, buffer.size() - kPage, kNoDevice, [] { return true; }));
+  ASSERT_EQ(::mincore(buffer.data(), buffer.size(), there.data()), 0);
+  for (size_t i = 1; i < there.size(); ++i) ASSERT_TRUE(there[i] & 1) << i;
+  EXPECT_EQ(buffer.data()[kSegment], std::byte{7});
+}
+
 TEST(PinnedBufferTest, MemoryThatCannotBeHadIsAnError) {
   PinnedBuffer buffer(64 << 20, /*shared=*/true);
   ASSERT_EQ(::ftruncate(buffer.descriptor(), 0), 0);
   EXPECT_THROW(buffer.populate(0, buffer.size()), IoError);
+  EXPECT_THROW(buffer.warm(0, buffer.size(), kNoDevice, [] { return true; }), IoError);
 }
 
 TEST(PinnedBufferTest, SharedMemoryGoesWithItsBuffer) {

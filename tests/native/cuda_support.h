@@ -54,6 +54,15 @@ class CudaTest : public testing::Test {
     return source;
   }
 
+  static Source device_source(const std::shared_ptr<Device>& device, const std::byte* data,
+                              size_t size) {
+    Source source;
+    source.data = data;
+    source.size = size;
+    source.device = device;
+    return source;
+  }
+
   // As the program's thread does it.
   static std::shared_ptr<StageJob> stage(Engine* engine, const std::vector<StageSource>& sources,
                                          const Programs& programs) {

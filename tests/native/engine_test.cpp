@@ -2,8 +2,12 @@
 #include "engine.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -55,6 +59,68 @@ TEST_F(EngineTest, RefusesSenselessOptions) {
   EXPECT_EQ(engine.options().slot_bytes, 8192u);
   EXPECT_EQ(engine.options().slots, 3u);
   EXPECT_EQ(engine.options().io_threads, 2u);
+}
+
+// What the arena has room for, and no more.
+TEST_F(EngineTest, PrewarmsInTheBackground) {
+  constexpr size_t kSegment = 2 << 20;
+  Engine engine({4096, 2, 2, 3 * kSegment});
+  for (int times = 0; times < 2; ++times) {
+    engine.prewarm_later(size_t{1} << 40, Arena::Kind::kPrivate, {});
+    EXPECT_EQ(engine.arena().held_bytes(), 3 * kSegment);
+    engine.wait_prewarmed();
+  }
+  EXPECT_EQ(engine.arena().used_bytes(), 0u);
+  const auto region = engine.arena().allocate(3 * kSegment, Arena::Kind::kPrivate);
+  ASSERT_NE(region, nullptr);
+  std::vector<unsigned char> there(region->size() / 4096);
+  ASSERT_EQ(::mincore(region->data(), region->size(), there.data()), 0);
+  for (const unsigned char page : there) ASSERT_TRUE(page & 1);
+  // Its thread is served after those of the program.
+  const auto threads = threads_named("pyckpt-warm");
+  ASSERT_EQ(threads.size(), 1u);
+  EXPECT_GT(::getpriority(PRIO_PROCESS, static_cast<id_t>(threads[0])),
+            ::getpriority(PRIO_PROCESS, 0));
+}
+
+// By the program's nice value, whatever that is, and however often it prewarms.
+TEST_F(EngineTest, PrewarmingAddsToTheNiceValueOnce) {
+  std::thread program([] {
+    // On Linux each thread has its own, and those that it makes begin with it.
+    ASSERT_EQ(::setpriority(PRIO_PROCESS, 0, ::getpriority(PRIO_PROCESS, 0) + 3), 0);
+    const int own = ::getpriority(PRIO_PROCESS, 0);
+    Engine engine({4096, 2, 2, 4 << 20});
+    for (int times = 0; times < 3; ++times) {
+      engine.prewarm_later(2 << 20, Arena::Kind::kPrivate, {});
+      engine.wait_prewarmed();
+      const auto threads = threads_named("pyckpt-warm");
+      ASSERT_EQ(threads.size(), 1u);
+      EXPECT_EQ(::getpriority(PRIO_PROCESS, static_cast<id_t>(threads[0])), std::min(19, own + 10));
+    }
+  });
+  program.join();
+}
+
+// A save finds the same memory, whether it is there yet or not.
+TEST_F(EngineTest, PrewarmedMemoryIsTakenMeanwhile) {
+  constexpr size_t kSize = 64 << 20;
+  Engine engine({4096, 2, 2, 2 * kSize});
+  engine.prewarm_later(kSize, Arena::Kind::kPrivate, {});
+  const auto region = engine.arena().allocate(kSize, Arena::Kind::kPrivate);
+  ASSERT_NE(region, nullptr);
+  std::memset(region->data(), 5, region->size());
+  engine.wait_prewarmed();
+  EXPECT_EQ(engine.arena().held_bytes(), kSize);
+  const auto is_kept = [](std::byte byte) { return byte == std::byte{5}; };
+  EXPECT_TRUE(std::all_of(region->data(), region->data() + region->size(), is_kept));
+}
+
+TEST_F(EngineTest, PrewarmsNothingOnceItIsClosed) {
+  Engine engine({4096, 2, 2, 16 << 20});
+  engine.prewarm_later(16 << 20, Arena::Kind::kPrivate, {});
+  engine.close();
+  engine.wait_prewarmed();  // it has ended, done or not
+  EXPECT_THROW(engine.prewarm_later(1, Arena::Kind::kPrivate, {}), EngineClosed);
 }
 
 // The product is 8192 where 64 bits end, which would be a ring of far too little memory.
@@ -258,6 +324,21 @@ TEST_F(EngineTest, AForkedChildMayNotUseIt) {
   EXPECT_EQ(status, 7);
   EXPECT_FALSE(exists(path_));
   write(&engine, path_, "abc");  // the parent goes on
+}
+
+// Its thread is in the parent, so that what it has to do would never be done.
+TEST_F(EngineTest, AForkedChildMayNotWaitUntilItIsPrewarmed) {
+  Engine engine(small());
+  const int status = in_child([&] {
+    try {
+      engine.wait_prewarmed();
+    } catch (const EngineClosed&) {
+      return 7;
+    }
+    return 1;
+  });
+  EXPECT_EQ(status, 7);
+  engine.wait_prewarmed();
 }
 
 TEST_F(EngineTest, AForkedChildMayDestroyIt) {

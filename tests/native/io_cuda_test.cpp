@@ -22,15 +22,6 @@ class IoCudaTest : public CudaTest {
  protected:
   static WriteOptions unsynced() { return {Direct::kAuto, false, 0}; }
 
-  static Source device_source(const std::shared_ptr<Device>& device, const std::byte* data,
-                              size_t size) {
-    Source source;
-    source.data = data;
-    source.size = size;
-    source.device = device;
-    return source;
-  }
-
   static Source staged_source(const std::shared_ptr<Staged>& staged) {
     Source source;
     source.data = staged->data();

@@ -20,7 +20,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 WORK = ROOT / "build" / "native" / "mutants"
 FILTER = (
-    "StageCuda*:IoCuda*:ErrorCuda*:CaptureCuda*:RegisterCuda*:PackCuda*:StageJob*:TransferBatch*"
+    "StageCuda*:IoCuda*:StreamCuda*:ErrorCuda*:CaptureCuda*:RegisterCuda*:PackCuda*:"
+    "StageJob*:TransferBatch*"
 )
 # A mutant that hangs is given up after this; the tests themselves take a few seconds.
 TIMEOUT_S = 90
@@ -202,7 +203,31 @@ MUTANTS = (
     Mutant(
         "memory is registered before its pages are there",
         "pinned_buffer.cpp",
-        "  populate(registered_, size_ - registered_);",
+        "  populate(registered, size_ - registered);",
+    ),
+    Mutant(
+        "what is prewarmed is not registered",
+        "pinned_buffer.cpp",
+        "  } while (register_piece());",
+        "  } while (false);",
+    ),
+    Mutant(
+        "two threads register one piece",
+        "pinned_buffer.cpp",
+        "bool PinnedBuffer::register_piece() {\n  const Lock lock(pinning_);\n"
+        "  if (registered_ == size_) return false;",
+        "bool PinnedBuffer::register_piece() {\n  if (registered_ == size_) return false;",
+    ),
+    Mutant(
+        "closing an engine does not wait for what it prewarms",
+        "engine.cpp",
+        "  if (warming != nullptr) warming->stop();\n",
+    ),
+    Mutant(
+        "what is prewarmed goes on when the engine is closed",
+        "engine.cpp",
+        "const auto goes_on = [this] { return !closed(); };",
+        "const auto goes_on = [] { return true; };",
     ),
     Mutant(
         "memory is registered in one piece",
@@ -226,8 +251,9 @@ MUTANTS = (
     Mutant(
         "an arena that reserves answers nobody",
         "arena.cpp",
-        "  for (const Part& part : parts) {",
-        "  const Lock still(mutex_);\n  for (const Part& part : parts) {",
+        "    for (const auto& buffer : buffers) buffer->pin(pin_device);",
+        "    const Lock still(mutex_);\n"
+        "    for (const auto& buffer : buffers) buffer->pin(pin_device);",
     ),
     Mutant(
         "nobody waits for memory that is being made",
@@ -357,6 +383,30 @@ MUTANTS = (
         "    try {\n      wait();\n    } catch (...) {",
         "    try {\n    } catch (...) {",
     ),
+    # fill_job.cpp, stream_job.cpp
+    Mutant(
+        "a window goes out before its copies are over",
+        "fill_job.cpp",
+        "  batch.start_to_host();\n  batch.wait();",
+        "  batch.start_to_host();",
+    ),
+    Mutant(
+        "what is taken is copied by devices into memory that is not registered",
+        "stream_job.cpp",
+        "if (!comes_from_device(window)) {",
+        "if (true) {",
+    ),
+    Mutant(
+        "a job ends before the last window is taken",
+        "fill_job.cpp",
+        "return active_ == 0 && (error_ || ready_.empty()); });",
+        "return error_ || ready_.empty(); });",
+    ),
+    Mutant(
+        "a job is abandoned while a window is taken",
+        "fill_job.cpp",
+        "  changed_.wait(lock, [this]() REQUIRES(mutex_) { return active_ == 0; });",
+    ),
     Mutant(
         "a slot is read into before its copy is over",
         "read_job.cpp",
@@ -376,7 +426,7 @@ MUTANTS = (
     ),
     Mutant(
         "a staged payload is written before it is there",
-        "write_job.cpp",
+        "fill_job.cpp",
         "  if (source.staged) source.staged->wait();",
     ),
     Mutant(

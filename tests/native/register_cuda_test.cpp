@@ -11,6 +11,7 @@
 #include <future>
 #include <memory>
 #include <numeric>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -153,6 +154,109 @@ TEST_F(RegisterCudaTest, AnArenaThatHandsOutWhatItRegistersAnswersMeanwhile) {
   EXPECT_TRUE(arena->allocate(4096, kPrivate));
   gate.set_value();
   take.get();
+}
+
+// Whoever needs the memory does not wait for it.
+TEST_F(RegisterCudaTest, WhatIsWarmedCanBePinnedMeanwhile) {
+  PinnedBuffer buffer(3 * kRegistrationPiece);
+  std::promise<void> reached, gate;
+  int asked = 0;
+  auto warm = beside([&] {
+    EXPECT_TRUE(buffer.warm(0, buffer.size(), 0, [&] {
+      if (++asked == 2) {
+        reached.set_value();
+        gate.get_future().wait();
+      }
+      return true;
+    }));
+  });
+  reached.get_future().wait();
+  buffer.pin(0);
+  const auto pieces = cuda_.registrations();
+  EXPECT_EQ(std::accumulate(pieces.begin(), pieces.end(), size_t{0},
+                            [](size_t sum, const auto& piece) { return sum + piece.second; }),
+            buffer.size());
+  gate.set_value();
+  warm.get();
+  EXPECT_EQ(cuda_.registrations().size(), pieces.size());
+}
+
+// Each piece by one of them.
+TEST_F(RegisterCudaTest, SeveralThreadsPinOneBuffer) {
+  PinnedBuffer buffer(4 * kRegistrationPiece);
+  buffer.populate(0, buffer.size());
+  std::promise<void> gate;
+  cuda_.hold_registration(gate.get_future().share());
+  std::atomic<pid_t> ids[3] = {};
+  std::vector<std::future<void>> pins;
+  for (std::atomic<pid_t>& id : ids) {
+    pins.push_back(beside([&buffer, &id, warms = &id == &ids[2]] {
+      id = static_cast<pid_t>(::syscall(SYS_gettid));
+      if (warms) {
+        buffer.warm(0, buffer.size(), 0, [] { return true; });
+      } else {
+        buffer.pin(0);
+      }
+    }));
+  }
+  EXPECT_TRUE(cuda_.blocked(1));
+  for (const std::atomic<pid_t>& id : ids) {
+    while (id == 0) std::this_thread::yield();
+    wait_until_asleep(id);
+  }
+  gate.set_value();
+  for (auto& pin : pins) pin.get();
+  const std::byte* at = buffer.data();
+  for (const auto& [data, size] : cuda_.registrations()) {
+    EXPECT_EQ(data, at);
+    at += size;
+  }
+  EXPECT_EQ(at, buffer.data() + buffer.size());
+}
+
+// It waits for what the thread is at, and for nothing that comes after that.
+TEST_F(RegisterCudaTest, ClosingAnEngineGivesUpWhatItPrewarms) {
+  Engine engine(small());
+  std::promise<void> gate;
+  cuda_.hold_registration(gate.get_future().share());
+  engine.prewarm_later(2 * kSegment, kPrivate, {0});
+  EXPECT_TRUE(cuda_.blocked(1));  // at the ring
+  std::atomic<pid_t> id{0};
+  std::atomic<bool> is_open{false};
+  auto close = beside([&] {
+    id = static_cast<pid_t>(::syscall(SYS_gettid));
+    engine.close();
+    EXPECT_TRUE(is_open);
+  });
+  while (!engine.closed()) std::this_thread::yield();
+  wait_until_asleep(id);
+  is_open = true;
+  gate.set_value();
+  close.get();
+  EXPECT_EQ(cuda_.live_registrations(), 1u);
+}
+
+// The save meets the error, and tells of it.
+TEST_F(RegisterCudaTest, WhatCannotBePrewarmedIsLeftToTheSave) {
+  Engine engine(small());
+  cuda_.set_registration_limit(0);
+  engine.prewarm_later(kSegment, kPrivate, {0});
+  engine.wait_prewarmed();
+  EXPECT_EQ(cuda_.live_registrations(), 0u);
+  EXPECT_THROW(engine.arena().allocate(kSegment, kPrivate, 0), CudaError);
+  cuda_.set_registration_limit(SIZE_MAX);
+  EXPECT_TRUE(engine.arena().allocate(kSegment, kPrivate, 0));
+}
+
+TEST_F(RegisterCudaTest, PrewarmsInTheBackground) {
+  Engine engine(small());
+  engine.prewarm_later(2 * kSegment, kPrivate, {1});
+  engine.wait_prewarmed();
+  EXPECT_EQ(cuda_.contexts(), (std::set<int>{1}));
+  const size_t before = cuda_.calls("cudaHostRegister");
+  EXPECT_GE(before, 2u);  // the ring and the arena
+  EXPECT_TRUE(engine.arena().allocate(2 * kSegment, kPrivate, 1));
+  EXPECT_EQ(cuda_.calls("cudaHostRegister"), before);
 }
 
 class NumaTest : public testing::Test {

@@ -388,7 +388,7 @@ SCHEDULE_FREE: dict[str, Callable[[list[Tensor]], Any]] = {
 
 
 @pytest.mark.parametrize("use", ["step", "eval"])
-@pytest.mark.parametrize("kind", SCHEDULE_FREE)
+@pytest.mark.parametrize("kind", ["optimizer", pytest.param("wrapper", marks=pytest.mark.slow)])
 def test_state_that_is_used_outside_of_the_step(backend: LateBackend, kind: str, use: str) -> None:
     both = []
     for offloaded in (True, False):
@@ -415,6 +415,7 @@ def test_state_that_is_used_outside_of_the_step(backend: LateBackend, kind: str,
     assert all(map(torch.equal, *both))
 
 
+@pytest.mark.slow
 def test_a_copy_of_what_is_guarded_is_not(backend: LateBackend) -> None:
     params = [torch.nn.Parameter(torch.randn(4, 3))]
     wrapper = SCHEDULE_FREE["wrapper"](params)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pyckpt.printable import seconds_text
 from pyckpt.train.advice import advise, daly_interval
 from pyckpt.train.policy import Policy
 from pyckpt.train.statistics import CheckpointerStatistics, Stopwatch
@@ -39,7 +40,7 @@ def test_advice_in_numbers() -> None:
     assert not advice.limited
     assert str(advice) == (
         f"with a failure every 10 h, save every {advice.interval_steps} steps "
-        f"({advice.interval_seconds:.3g} s): {advice.overhead:.2%} of the time is lost"
+        f"({seconds_text(advice.interval_seconds)}): {advice.overhead:.2%} of the time is lost"
     )
 
 

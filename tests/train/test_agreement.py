@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -241,6 +243,22 @@ def _one_leaves() -> tuple[bool, Facts]:
 def test_closing_does_not_wait_for_those_who_leave_without() -> None:
     results: list[Any] = run_ranks(2, _one_leaves)
     assert results[0] == (False, Facts())
+
+
+def _all_leave() -> bool:
+    """Whether what a rank knew is kept after all have left without waiting."""
+    known = Known()
+    agreement = _agreement(known)
+    agreement.close(wait=False)
+    agreement._thread.join()
+    kept = weakref.ref(known)
+    del known, agreement
+    gc.collect()
+    return kept() is not None
+
+
+def test_nothing_is_kept_of_those_who_leave_without_waiting() -> None:
+    assert run_ranks(2, _all_leave) == [False, False]
 
 
 def _one_dies(rank_that_dies: int) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import math
 import os
 import resource
 import signal
@@ -25,7 +28,7 @@ from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format import commit
 from pyckpt.train.store import export as export_module
 from pyckpt.train.store import pieces, tensors
-from pyckpt.train.store.swap import MARK
+from pyckpt.train.store.swap import MARK, new_file
 from pyckpt.train.store.tensors import _split
 
 FORMATS = ("safetensors", "torch")
@@ -137,7 +140,7 @@ def other_model() -> dict[str, torch.Tensor]:
 
 def _killed(_pipe: Pipe, checkpoint: Path, out: Path, call: str, after: int, size: str) -> None:
     """Die at the n-th call of a function of os."""
-    commit.make_directory(out, sync=True)  # it is synced once a process, which is not meant here
+    commit._sync_name = lambda path: None  # it is not meant here
     owner = os if call == "fsync" else Path  # of Python 3.10, which does not call os by name
     real = getattr(owner, call)
     count = 0
@@ -381,3 +384,48 @@ def test_memory_is_bounded(format: Any, tmp_path: Path) -> None:
     save(tmp_path / "small", {"model": {"w": torch.ones(10)}})
     save(tmp_path / "large", {"model": {"w": torch.ones(100, 1 << 20)}})
     assert run_child(_memory, tmp_path, format) < 120 << 20  # of 400 MiB
+
+
+def _limited(_pipe: Pipe, directory: Path, format: Any, limit: int) -> str:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        pyckpt.export(directory / "checkpoint", directory / "out", format=format, max_shard_size=1)
+    except OSError as error:
+        return f"{error.errno}"
+    return "exported"
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0), (2, 3)])
+def test_a_file_is_written_from_arrays_of_any_shape(shape: tuple[int, ...], tmp_path: Path) -> None:
+    array = torch.arange(6.0)[: math.prod(shape)].reshape(shape).numpy()
+    with new_file(tmp_path / "a") as file:
+        assert file.write(array) == array.nbytes
+    assert (tmp_path / "a").read_bytes() == array.tobytes()
+
+
+def test_a_write_of_nothing_is_an_error() -> None:
+    reading, writing = os.pipe2(os.O_NONBLOCK)
+    full = bytes(fcntl.fcntl(writing, fcntl.F_GETPIPE_SZ) + 1)
+    try:
+        with pytest.raises(OSError, match="nothing was written") as raised:  # noqa: PT012, SIM117
+            with new_file(Path(f"/dev/fd/{writing}")) as file:
+                os.set_blocking(file.fileno(), False)
+                file.write(full)
+        assert raised.value.errno == errno.EIO
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_disk_that_takes_a_part_of_a_write_fails_the_export(format: Any, tmp_path: Path) -> None:
+    """As a disk does that becomes full: the write is short, and the next one fails."""
+    save(tmp_path / "checkpoint", {"model": {f"{'w' * 200}{i}": torch.ones(1) for i in range(30)}})
+    pyckpt.export(tmp_path / "checkpoint", tmp_path / "whole", format=format, max_shard_size=1)
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "whole").iterdir()}
+    index = next(name for name in sizes if name.endswith(".index.json"))
+    # All other files are smaller.
+    assert max(size for name, size in sizes.items() if name != index) < sizes[index] - 1
+    assert run_child(_limited, tmp_path, format, sizes[index] - 1) == f"{errno.EFBIG}"
+    assert not list((tmp_path / "out").iterdir())

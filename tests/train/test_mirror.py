@@ -15,8 +15,8 @@ from obstore.store import LocalStore
 
 import pyckpt
 from pyckpt.errors import CorruptCheckpoint
-from pyckpt.remote import folder
-from pyckpt.train.tiers import bucket, promotion
+from pyckpt.remote import folder, objects
+from pyckpt.train.tiers import promotion
 from pyckpt.train.tiers.bucket import BucketTier
 from pyckpt.train.tiers.mounted import MountedTier
 from pyckpt.train.tiers.tier import Stopped, Throttle
@@ -36,7 +36,7 @@ def mirror(request, tmp_path, monkeypatch) -> str:
         return LocalStore(str(tmp_path / "mirror") + url.removeprefix("s3://bucket"), mkdir=True)
 
     monkeypatch.setattr(folder, "open_store", store)
-    monkeypatch.setattr(bucket, "open_store", store)
+    monkeypatch.setattr(objects, "open_store", store)
     return "s3://bucket"
 
 

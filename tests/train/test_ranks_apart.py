@@ -203,17 +203,17 @@ def test_one_directory_by_several_paths(tmp_path: Path) -> None:
 
 
 def _part(rank: int, **changes: Any) -> Part:
-    wanted = {"host": f"h{rank}", "path": "/a", "inode": 7, "number": 1, "save_id": f"s{rank}"}
+    wanted = {"host": f"h{rank}", "path": "/a", "identity": 7, "number": 1, "save_id": f"s{rank}"}
     return Part(rank, **{**wanted, **changes})
 
 
 def test_what_is_one_save() -> None:
     refuse_mismatch([_part(0), _part(1), _part(2, path="/b")])
-    refuse_mismatch([_part(0), _part(1, inode=8)])  # some file systems number at each mount
+    refuse_mismatch([_part(0), _part(1, identity=8)])  # some file systems number at each mount
     with pytest.raises(SaveError, match=r"rank 0 \(h0\): save 1.*ranks 1, 2 \(h1\): save 2"):
         refuse_mismatch([_part(0), _part(1, number=2), _part(2, number=2)])
     with pytest.raises(SaveError, match=r"into /a; rank 1 \(h1\): save 1, into /b"):
-        refuse_mismatch([_part(0), _part(1, path="/b", inode=8)])
+        refuse_mismatch([_part(0), _part(1, path="/b", identity=8)])
 
 
 def _plans_are_kept(directory: Path) -> list[list[float]]:

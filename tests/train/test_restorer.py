@@ -232,6 +232,28 @@ def test_all_ranks_try_again_what_failed_on_one(on: int, tmp_path: Path) -> None
     assert run_ranks(2, restore_with_stale_reads, tmp_path, on) == [(2, 10.0)] * 2
 
 
+def restore_without_descriptors(directory: Path, on: int) -> str:
+    """One rank cannot open the checkpoint that it is to read."""
+    real = restorer.reading
+
+    def reading(path: Path) -> Any:
+        if dist.get_rank() == on:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return real(path)
+
+    restorer.reading = reading  # type: ignore[attr-defined]
+    with Checkpointer(directory) as checkpointer, pytest.raises((LoadError, OSError)) as info:
+        checkpointer.restore({"x": torch.zeros(10), "step": 0})
+    return str(info.value)
+
+
+def test_the_others_name_the_rank_that_failed(tmp_path: Path) -> None:
+    save(tmp_path, 1, x=torch.ones(10))
+    told = run_ranks(3, restore_without_descriptors, tmp_path, 1)
+    assert os.strerror(errno.EMFILE) in told[1]
+    assert told[0] == told[2] == f"{tmp_path / 'step-00000001'} could not be loaded on rank 1"
+
+
 def restore_where_it_cannot_be_listed(directory: Path, file_on: int) -> str:
     """On one rank there is a file in the directory's place."""
     if dist.get_rank() == file_on:
@@ -267,6 +289,33 @@ class Mover:
         if dist.get_rank() == 0:
             self.directory.rename(self.directory.with_suffix(".moved"))
             self.directory.touch()
+
+
+class BrokenHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise RuntimeError("of this handler")
+
+
+def restore_with_a_broken_log(directory: Path) -> tuple[str, int | None]:
+    state: dict[str, Any] = {"step": 0}
+    logger = logging.getLogger("pyckpt")
+    logger.setLevel(logging.INFO)
+    said = ""
+    with Checkpointer(directory) as checkpointer:
+        handler = BrokenHandler() if dist.get_rank() == 0 else logging.NullHandler()
+        logger.addHandler(handler)
+        try:
+            checkpointer.restore(state)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        logger.removeHandler(handler)
+        return said, checkpointer.restore(state)
+
+
+def test_a_log_that_raises_is_no_rank_that_is_lost(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    results = run_ranks(2, restore_with_a_broken_log, tmp_path)
+    assert results == [("RuntimeError: of this handler", 1), ("", 1)]
 
 
 def restore_and_lose(directory: Path) -> int | None:
@@ -331,7 +380,7 @@ def restore_unusable(directory: Path) -> str:
 
 def test_all_ranks_refuse_what_one_cannot_save(tmp_path: Path) -> None:
     first, second = run_ranks(2, restore_unusable, tmp_path)
-    assert first.startswith("LoadError: the state of another rank")
+    assert first.startswith("LoadError: the state of rank 1 cannot be saved")
     assert second.startswith("TypeError: config is or contains")
 
 

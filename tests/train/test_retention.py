@@ -295,12 +295,101 @@ def test_killed_while_it_removes(call: str, after: int, tmp_path: Path) -> None:
     assert states(tmp_path) == {2: "valid"}
 
 
+def disk_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that are unlinked from here on, and the directories that are synced."""
+    called: list[str] = []
+    unlink, fsync = os.unlink, os.fsync
+
+    def unlinked(path: str, **options: Any) -> None:
+        called.append(os.path.basename(path))
+        unlink(path, **options)
+
+    def synced(descriptor: int) -> None:
+        called.append("sync")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "unlink", unlinked)
+    monkeypatch.setattr(os, "fsync", synced)
+    return called
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_what_tells_of_a_removal_goes_after_the_data(
+    unfinished: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power failure may bring the data back without it: a checkpoint that has lost its
+    metadata, which nobody removes, and which refuses to be saved again."""
+    path = write(tmp_path, 1)
+    if unfinished:
+        (path / ".metadata").rename(path / ".saving")
+    called = disk_calls(monkeypatch)
+    assert remove(path)
+    synced = len(called) - called[::-1].index("sync")
+    assert (".saving" if unfinished else commit.REMOVED) in called[synced:]
+    assert [name for name in called if name.endswith(".distcp")]
+    assert not [name for name in called[synced:] if name.endswith(".distcp")]
+
+
+def test_a_file_system_that_lists_what_was_there_when_it_was_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As btrfs does: the metadata's new name is not in the list."""
+    path = write(tmp_path, 1)
+    listed = os.listdir
+
+    def earlier(where: Any = ".") -> list[str]:
+        return [name for name in listed(where) if name != commit.REMOVED]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", earlier)
+        assert remove(path)
+    assert not path.exists()
+
+
+def test_the_mark_of_a_failed_save_goes_after_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "step" / "__0_ab.distcp").parent.mkdir()
+    (tmp_path / "step" / "__0_ab.distcp").touch()
+    commit.make_mark(tmp_path / "step", sync=False)
+    called = disk_calls(monkeypatch)
+    commit.remove_failed(tmp_path / "step", {"__0_ab.distcp"}, sync=True)
+    assert called == ["__0_ab.distcp", "sync", ".saving"]
+    assert not (tmp_path / "step").exists()
+
+
+def leave_remains(path: Path) -> None:
+    """What is in a directory if the power fails after a commit, and before the sweep."""
+    (data,) = (one.name for one in path.glob("*.distcp"))
+    assert data.startswith("__0_")
+    for name in (f"__0_{'0' * 32}.distcp", ".saving", f".metadata.{'0' * 32}.tmp", commit.REMOVED):
+        (path / name).write_bytes(b"remains")
+
+
+@pytest.mark.parametrize("where", ["run", "mirror"])
+def test_a_sweep_that_was_interrupted_is_made_up_for(where: str, tmp_path: Path) -> None:
+    """Of a step that is not saved again: its own next save would sweep."""
+    for step in (1, 2):
+        with pyckpt.Checkpointer(tmp_path / "run", mirror=tmp_path / "mirror") as checkpointer:
+            assert checkpointer.restore({"x": torch.zeros(4)}) == (None if step == 1 else 1)
+            checkpointer.save(step, {"x": torch.zeros(4)}).wait()
+            assert checkpointer.wait_mirrored(60)
+        if step == 1:
+            leave_remains(tmp_path / where / "step-00000001")
+    for step in (1, 2):
+        found = sorted(os.listdir(tmp_path / where / f"step-{step:08d}"))
+        assert found[0] == ".metadata", found
+        assert len(found) == 2, found
+    assert states(tmp_path / where) == {1: "valid", 2: "valid"}
+
+
 def test_a_save_into_what_was_half_removed(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     (path / ".metadata").rename(path / commit.REMOVED)
     assert states(tmp_path) == {1: "removed"}
     write(tmp_path, 1)
     assert states(tmp_path) == {1: "valid"}
+    assert commit.REMOVED not in os.listdir(path)
     assert prune(Catalog(tmp_path), Retention(keep_last=1)) == []
     assert states(tmp_path) == {1: "valid"}
 

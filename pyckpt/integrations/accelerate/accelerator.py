@@ -22,6 +22,7 @@ from pyckpt.integrations.accelerate.saves import Numbered, Saves, is_stock
 from pyckpt.integrations.first import on_first
 from pyckpt.train.arguments import directory_of
 from pyckpt.train.handle import SaveHandle
+from pyckpt.train.prewarmer import Prewarmer
 from pyckpt.train.restorer import LoadOptions
 
 __all__ = ["Accelerator"]
@@ -54,7 +55,24 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     patience = timedelta(minutes=10)
     """How long ``save_state`` and ``load_state`` wait for a process that has not called them."""
+    prewarm = True
+    """Whether the memory of the first save is made in the background, from the first step on."""
     _saves: Saves | None = None
+    _prewarmer: Prewarmer | None = None
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """As of Accelerate. Before the second step it also begins to ``prewarm``."""
+        super().backward(loss, **kwargs)
+        prewarmer = self._prewarming()
+        if prewarmer.is_over:
+            return
+        optimizers = {_name("optimizer", i): one for i, one in enumerate(self._optimizers)}
+        prewarmer.step_ended({"models": self._models, **optimizers})
+
+    def _prewarming(self) -> Prewarmer:
+        if self._prewarmer is None:
+            self._prewarmer = Prewarmer(enabled=self.prewarm)
+        return self._prewarmer
 
     def save_state(
         self,
@@ -107,6 +125,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         on_first(lambda: _make_directory(path))
         models = self._models_that_hooks_leave(path)
         limit = project.total_limit if automatic else None
+        self._prewarming().saving()
         handle = saves.start(path, self._state(models), limit)
         project.iteration += 1
         return handle
@@ -220,7 +239,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         # What pickles of Accelerate's pickles of this one; the copy has saves of its own.
-        return {name: one for name, one in vars(self).items() if name != "_saves"}
+        own = ("_saves", "_prewarmer")
+        return {name: one for name, one in vars(self).items() if name not in own}
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """As of Accelerate; the loader's epochs are followed from here on."""

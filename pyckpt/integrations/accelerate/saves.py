@@ -38,7 +38,8 @@ class Saves:
         self._lost: RanksLost | None = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             name = f"accelerate-{next(_numbers)}"
-            self._roll_call = RollCall(name, dist.get_rank(), dist.get_world_size())
+            rank, size = dist.get_rank(), dist.get_world_size()
+            self._roll_call = RollCall(name, rank, size, may_be_left=True)
 
     def assemble(self, method: str, patience: timedelta) -> None:
         """Wait until all processes have called a method, before anything that they do together.

@@ -280,6 +280,9 @@ class Checkpoints(Checkpoint):
             return
         handle = self._checkpointer.step(step, self._contents(trainer), metrics=None)
         self._note(step, handle)
+        strategy = trainer.strategy
+        optimizers = {f"optimizer_{i}": one for i, one in enumerate(strategy.optimizers)}
+        self._checkpointer._step_ended({"model": strategy.model, **optimizers})
         if self._checkpointer.stop_requested:
             self._stop(trainer)
 

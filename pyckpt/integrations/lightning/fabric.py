@@ -27,9 +27,10 @@ from pyckpt.integrations.first import on_first
 from pyckpt.integrations.lightning.contents import module_state
 from pyckpt.integrations.lightning.strategies import look_at, no_checkpoint, refuse_shards
 from pyckpt.train.path_saver import PathSaver
+from pyckpt.train.prewarmer import Prewarmer
 from pyckpt.train.restorer import LoadOptions
 from pyckpt.train.state.modules import Replaced
-from pyckpt.train.store.catalog import NOTE_KEY
+from pyckpt.train.store.catalog import OWN_KEYS, STATES_KEY
 
 __all__ = ["DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "SingleDeviceStrategy"]
 
@@ -45,17 +46,62 @@ class _Saving(_Strategy):
     it failed. So does ``fabric.strategy.wait()``, which belongs at the end of the program: what
     fails after the last call is only logged.
 
+    ``load`` returns the entries of the checkpoint that are not in the state. Where the strategy
+    shards, it leaves out those that were modules and optimizers when they were saved, as
+    Lightning's own do: each rank would read them whole.
+
     Args:
         direct: whether saving and loading bypass the page cache, as for `DirectWriter`.
+        prewarm: whether the memory of the first save is made in the background, from the first step
+            of the optimizers on, for the modules that are trained.
         args, kwargs: as for Fabric's strategy of the same name.
     """
 
     def __init__(
-        self, *args: Any, direct: Literal["auto", "require", "off"] = "auto", **kwargs: Any
+        self,
+        *args: Any,
+        direct: Literal["auto", "require", "off"] = "auto",
+        prewarm: bool = True,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._direct = direct
+        self._prewarmer = Prewarmer(enabled=prewarm)
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._saver: PathSaver | None = None
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> Any:
+        """As of Lightning."""
+        found = super().setup_module_and_optimizers(module, optimizers, scheduler)
+        self._modules.add(found[0])
+        self._optimizers.update(found[1])
+        return found
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """As of Lightning."""
+        found: nn.Module = super().setup_module(module)
+        self._modules.add(found)
+        return found
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """As of Lightning."""
+        found: Optimizer = super().setup_optimizer(optimizer)
+        self._optimizers.add(found)
+        return found
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """As of Lightning. After the first step it also begins to ``prewarm``."""
+        found = super().optimizer_step(optimizer, **kwargs)
+        if self._prewarmer.is_over:
+            return found
+        # A module that is not trained may be one that the program does not save.
+        trained = [one for one in self._modules if any(p.requires_grad for p in one.parameters())]
+        optimizers = {f"optimizer_{i}": one for i, one in enumerate(self._optimizers)}
+        self._prewarmer.step_ended({"modules": trained, **optimizers})
+        return found
 
     def save_checkpoint(
         self,
@@ -69,6 +115,9 @@ class _Saving(_Strategy):
         chosen = {
             name: _filtered(name, value, (filter or {}).get(name)) for name, value in state.items()
         }
+        self._prewarmer.saving()
+        states = [name for name, one in state.items() if isinstance(one, nn.Module | Optimizer)]
+        chosen[STATES_KEY] = dict.fromkeys(states, True)
         self._open().save(self.broadcast(path), chosen)
 
     def load_checkpoint(
@@ -81,17 +130,15 @@ class _Saving(_Strategy):
         if kind != "ours":
             if kind != "theirs":
                 raise no_checkpoint(path, kind)
-            if not isinstance(self, _FSDP | _ModelParallel):
+            if not self._shards:
                 refuse_shards(path, self)
             return dict(super().load_checkpoint(path, state, strict, weights_only))
         if not state:
-            return {name: value for name, value in load_all(path).items() if name != NOTE_KEY}
+            return {name: value for name, value in load_all(path).items() if name not in OWN_KEYS}
         if isinstance(state, nn.Module | Optimizer):
             raise TypeError("a checkpoint of pyckpt is loaded into a dict, as it was saved")
-        saved = on_first(
-            lambda: {str(found[0]) for found in paths(DirectReader(path).read_metadata()).values()}
-        )
-        rest = dict.fromkeys(saved - state.keys() - {NOTE_KEY})
+        saved = on_first(lambda: _entries(path, all_of_them=not self._shards))
+        rest = dict.fromkeys(saved - state.keys())
         objects = {**state, **rest}
         options = LoadOptions(
             missing="error" if strict else "keep", unexpected="error" if strict else "ignore"
@@ -115,6 +162,10 @@ class _Saving(_Strategy):
             saver.close()
         super().teardown()
 
+    @property
+    def _shards(self) -> bool:
+        return isinstance(self, _FSDP | _ModelParallel)
+
     def _open(self) -> PathSaver:
         if self._saver is None:
             self._saver = PathSaver(direct=self._direct)
@@ -126,6 +177,18 @@ class _Saving(_Strategy):
 def _end(saver: weakref.ref[PathSaver]) -> None:
     if (one := saver()) is not None:
         one.abandon()
+
+
+def _entries(path: Path, *, all_of_them: bool) -> set[str]:
+    """The names of a checkpoint's entries: all, or those that are not noted as states of modules
+    and optimizers. Other writers note none."""
+    found: set[str] = set()
+    noted: set[str] = set()
+    for entry, *below in paths(DirectReader(path).read_metadata()).values():
+        if entry == STATES_KEY:
+            noted.update(map(str, below))
+        found.add(str(entry))
+    return (found if all_of_them else found - noted) - OWN_KEYS
 
 
 def _filtered(name: str, value: Any, keep: Callable[[str, Any], bool] | None) -> Any:

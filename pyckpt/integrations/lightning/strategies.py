@@ -26,6 +26,7 @@ from pyckpt.integrations.first import on_first
 from pyckpt.integrations.lightning.contents import Contents, Handed, Later, Template
 from pyckpt.integrations.lightning.files import as_lightning, is_of_training
 from pyckpt.train.path_saver import PathSaver, is_checkpoint
+from pyckpt.train.prewarmer import Prewarmer
 from pyckpt.train.restorer import LoadOptions
 from pyckpt.train.state.per_rank import Merge
 from pyckpt.train.store.catalog import note_of
@@ -52,6 +53,8 @@ class _Saving(_Strategy):
         merge_data: brings the positions of dataloaders to another number of ranks, as for
             `Checkpoints`.
         direct: whether saving and loading bypass the page cache, as for `DirectWriter`.
+        prewarm: whether the memory of the first save is made in the background, from the first
+            batch on, if the Trainer has a checkpoint callback.
         args, kwargs: as for Lightning's strategy of the same name.
     """
 
@@ -60,11 +63,13 @@ class _Saving(_Strategy):
         *args: Any,
         merge_data: Merge | None = None,
         direct: Literal["auto", "require", "off"] = "auto",
+        prewarm: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._merge_data = merge_data
         self._direct = direct
+        self._prewarmer = Prewarmer(enabled=prewarm)
         self._saver: PathSaver | None = None
         self._handed: Handed | None = None
         self._later: Later | None = None
@@ -227,6 +232,15 @@ class _Saving(_Strategy):
         for optimizer in self.optimizers:  # in case Lightning has loaded them
             optim.repair(optimizer)
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        trainer = self._attached()
+        if self._saver is not None:
+            self._prewarmer.saving()
+        elif trainer is not None and trainer.checkpoint_callbacks and not trainer.fast_dev_run:
+            optimizers = {f"optimizer_{i}": one for i, one in enumerate(self.optimizers)}
+            self._prewarmer.step_ended({"model": self.model, **optimizers})
+
     # --- the end ----------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
@@ -297,10 +311,8 @@ def refuse_shards(path: Path, strategy: Any) -> None:
     if on_first(lambda: _is_stock(path)):
         raise LoadError(
             f"{path} is a sharded checkpoint of Lightning's own, which {type(strategy).__name__} "
-            "does not load. Make it one file, by: python -m "
-            f"lightning.pytorch.utilities.consolidate_checkpoint {path}; then load "
-            f"{path}.consolidated, or make it a checkpoint of pyckpt, by: "
-            f"pyckpt import {path}.consolidated DIR"
+            "does not load. Make it a checkpoint of pyckpt, in a directory RUN, by: "
+            f"pyckpt import {path} RUN"
         )
 
 

@@ -263,9 +263,12 @@ class CheckpointerMixin:
             return
         if step > self._stepped:  # the end of an epoch is the same step again
             self._stepped = step
-            if checkpointer.step(step, self._state(), metrics=self._metrics()) is not None:
+            state = self._state()
+            if checkpointer.step(step, state, metrics=self._metrics()) is not None:
                 self._saved.add(step)
                 checkpointer.wait_staged()
+            if self._me.args.save_strategy != "no":
+                checkpointer._step_ended(state)
         if checkpointer.stop_requested:
             self._me.control.should_training_stop = True
 

@@ -143,11 +143,11 @@ class Database:
                 types: tuple[str, ...] = ()
             elif name in _TEXTS:
                 types = ("text", "null")
-            elif name == "start" or (name == "end" and table != NVTX):
+            elif name in ("start", "bytes") or (name == "end" and table != NVTX):
                 types = ("integer",)
             else:
                 types = ("integer", "null")
-            if name in ("start", "end") and not types:
+            if name in ("start", "end", "bytes") and not types:
                 raise ValueError(f"{self.path}: {table} has no column {name}")
             listed = ", ".join(f"'{one}'" for one in types)
             if (
@@ -161,7 +161,7 @@ class Database:
     def strings(self, ids: set[int] | None = None) -> dict[int, str]:
         """The texts of ``StringIds``, all or those of ``ids``."""
         rows = self.rows("StringIds", ("id", "value"))
-        return {id: value for id, value in rows if ids is None or id in ids}
+        return {id: value for id, value in rows if value is not None and (ids is None or id in ids)}
 
     def enumeration(self, table: str) -> dict[int, str]:
         """The names of an ENUM table by id, without their common prefix."""

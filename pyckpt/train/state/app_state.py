@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -62,6 +62,12 @@ class AppState:
         """The optimizers in the state."""
         return [one for one in self._objects.values() if isinstance(one, torch.optim.Optimizer)]
 
+    @property
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of the modules in the state."""
+        for module in self._modules().values():
+            yield from module.parameters()
+
     def state_dict(self) -> dict[str, Any]:
         """The state to save: the live tensors, in dicts by name. Collective if some objects are
         (FSDP1 modules, consolidated metrics).
@@ -99,7 +105,7 @@ class AppState:
         mismatched: Literal["error", "keep"] = "error",
         rename: Rename | None = None,
         allow: Sequence[Allowed] = (),
-        share_reads: bool = False,
+        share_reads: bool | None = None,
         check: Callable[[LoadReport, Metadata], LoadReport] | None = None,
     ) -> LoadReport:
         """Restore the objects from a checkpoint, saved on any number of ranks. Collective.

@@ -34,13 +34,17 @@ def tensor_names(objects: Mapping[str, Any]) -> dict[int, str]:
     def walk(value: Any, name: str) -> Iterator[tuple[int, str]]:
         if isinstance(value, torch.Tensor):
             yield id(value), name
-        elif isinstance(value, dict):
+        elif not isinstance(value, dict | list) or id(value) in seen:
+            return  # what is met again has its names by then
+        seen.add(id(value))
+        if isinstance(value, dict):
             for key, sub in value.items():
                 yield from walk(sub, f"{name}.{key}")
         elif isinstance(value, list):
             for i, sub in enumerate(value):
                 yield from walk(sub, f"{name}.{i}")
 
+    seen: set[int] = set()
     found: dict[int, str] = {}
     for name, value in objects.items():
         for number, where in walk(value, name):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ __all__ = ["absent", "assign", "atoms", "decode", "encode", "marked", "template"
 _DETACHED = (torch.Tensor, nn.Parameter, DTensor)
 _ATOMS = (int, float, complex, str, bytes, bytearray, bool, type(None), torch.dtype, torch.device)
 _ATOM_TYPES = frozenset(_ATOMS)
+_CONTAINERS = frozenset((list, tuple, set, torch.Size, dict, OrderedDict, Counter))
+_SHARED = -1  # no object has this id
+_BEGUN = object()
 # Classes of tensors, besides torch's own, for which saving and loading was tried.
 _proven: set[type] = set()
 
@@ -68,8 +71,12 @@ def encode(
         return [
             encode(sub, f"{name}.{i}", compact=compact, whole=whole) for i, sub in enumerate(value)
         ]
-    plain = _plain(value, name)
-    if isinstance(plain, Mapping) or (isinstance(plain, list) and _has_mapping(plain)):
+    memo: dict[int, Any] = {}
+    plain = _plain(value, name, memo)
+    if isinstance(plain, Mapping) or (
+        # DCP looks at what is in a list as often as it is met.
+        isinstance(plain, list) and (_SHARED in memo or _has_mapping(plain))
+    ):
         return whole(plain)
     return plain
 
@@ -178,12 +185,36 @@ def assign(live: Any, loaded: Any, *, keep: bool = False) -> Any:
     return loaded
 
 
-def _plain(value: Any, name: str) -> Any:
+def _plain(value: Any, name: str, memo: dict[int, Any] | None = None) -> Any:
     """Check that a value can be loaded without running code. Convert numpy's values to torch's or
-    Python's."""
+    Python's. A container that is met again becomes one again, and is not looked at twice.
+
+    Args:
+        memo: what containers became, by their ids; with ``_SHARED`` in it where one was met again.
+    """
     kind = type(value)
     if kind in _ATOM_TYPES:
         return value
+    memo = {} if memo is None else memo
+    if kind in _CONTAINERS and value:
+        if id(value) in memo:
+            memo[_SHARED] = True
+            made = memo[id(value)]
+            if made is _BEGUN:
+                raise TypeError(f"{name} contains itself, which cannot be saved")
+            return made
+        memo[id(value)] = _BEGUN
+        made = memo[id(value)] = (
+            kind(
+                {
+                    _plain(key, name, memo): _plain(sub, f"{name}.{key}", memo)
+                    for key, sub in value.items()
+                }
+            )
+            if isinstance(value, dict)
+            else kind(_plain(sub, name, memo) for sub in value)
+        )
+        return made
     if isinstance(value, torch.Tensor):
         if _has_chunks(value):
             raise TypeError(
@@ -193,10 +224,8 @@ def _plain(value: Any, name: str) -> Any:
         if not is_plain_type(value):
             _prove(value, name)
         return value
-    if kind in (list, tuple, set, torch.Size):
-        return kind(_plain(sub, name) for sub in value)
-    if kind in (dict, OrderedDict, Counter):
-        return kind({_plain(k, name): _plain(sub, f"{name}.{k}") for k, sub in value.items()})
+    if kind in _CONTAINERS:
+        return kind()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         if isinstance(value, numpy.generic):
@@ -293,14 +322,21 @@ def _is_alias(live: torch.Tensor, loaded: torch.Tensor) -> bool:
 
 
 def _has_tensor(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if isinstance(value, Mapping):
-        return any(_has_tensor(sub) for sub in value.values())
-    return isinstance(value, list) and any(_has_tensor(sub) for sub in value)
+    return any(isinstance(sub, torch.Tensor) for sub in _within(value, (Mapping, list)))
 
 
 def _has_mapping(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return True
-    return isinstance(value, list) and any(_has_mapping(sub) for sub in value)
+    return any(isinstance(sub, Mapping) for sub in _within(value, (list,)))
+
+
+def _within(value: Any, opened: tuple[type, ...]) -> Iterator[Any]:
+    """A value, and what is in it at any depth; each container once, however often it is met."""
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        one = left.pop()
+        yield one
+        if isinstance(one, opened) and id(one) not in seen:
+            seen.add(id(one))
+            parts: Any = one
+            left.extend(parts.values() if isinstance(parts, Mapping) else parts)

@@ -31,15 +31,18 @@ from pyckpt.errors import CorruptCheckpoint, PyckptError
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
 from pyckpt.format.files import check_regular, open_regular, read_regular
-from pyckpt.format.flock import trying
+from pyckpt.format.flock import close_unwritten, trying
 from pyckpt.printable import printable
 from pyckpt.remote.address import is_url
 from pyckpt.train.store.fence import FOLDER
 from pyckpt.train.store.names import DEFAULT, Naming
+from pyckpt.train.store.part import read_part
 from pyckpt.train.store.transient import Failure, failure_of, is_shortage, persist
 
 __all__ = [
     "NOTE_KEY",
+    "OWN_KEYS",
+    "STATES_KEY",
     "Catalog",
     "CheckpointInfo",
     "DirectoryEntry",
@@ -56,6 +59,11 @@ _logger = logging.getLogger("pyckpt")
 NOTE_KEY = "pyckpt.checkpoint"
 """The key, beside those of the state, under which a checkpoint describes itself: a string of JSON
 with its step, whether it is final, and the metrics that were passed with it."""
+STATES_KEY = "pyckpt.states"
+"""The key of a dict whose keys name the entries that are states of modules and optimizers. Fabric's
+strategies save it: the metadata alone shows it, and the form of an entry does not tell."""
+OWN_KEYS = frozenset({NOTE_KEY, STATES_KEY})
+"""The keys that are not the program's."""
 
 _NAMES_SHOWN = 3
 _NOTE_MAX = 1 << 20
@@ -101,6 +109,10 @@ class CheckpointInfo:
     """Its directory or URL in the mirror, if it is there."""
     is_local: bool = True
     """Whether it is in the directory of the Checkpointer, and not in the mirror alone."""
+    elsewhere: tuple[str, ...] = ()
+    """The data files that are in the directories of other nodes, where each node has its own."""
+    save_id: str | None = None
+    """Which save it is of. A step that is saved again gets another."""
 
     @property
     def place(self) -> Path | str:
@@ -303,8 +315,17 @@ class Catalog:
             data = read_regular(file, name, most=metadata_format.SIZE_MAX)
         metadata = metadata_format.decode(data, path=name)
         files = metadata_format.data_files(metadata)
-        _check_files(path, files)  # says more than that a note in them cannot be read
-        final, metrics = read_note(path, metadata, step, partial(_range_of, path))
+        save_id = None if metadata.storage_meta is None else metadata.storage_meta.save_id
+        part = None if save_id is None else read_part(path, save_id)
+        elsewhere: tuple[str, ...] = ()
+        if part is not None:
+            elsewhere = tuple(n for n in files if n not in part.files and not (path / n).exists())
+        here = {name: size for name, size in files.items() if name not in elsewhere}
+        _check_files(path, here)  # says more than that a note in them cannot be read
+        if part is not None:
+            final, metrics = part.final, part.metrics
+        else:
+            final, metrics = read_note(path, metadata, step, partial(_range_of, path))
         checkpoint = CheckpointInfo(
             step=step,
             path=path,
@@ -313,8 +334,10 @@ class Catalog:
             bytes=sum(files.values()),
             saved_at=status.st_mtime,
             files=tuple(files),
+            elsewhere=elsewhere,
+            save_id=save_id,
         )
-        known = self._known[step] = _Known(signature, files, checkpoint)
+        known = self._known[step] = _Known(signature, here, checkpoint)
         return known
 
     def _without_metadata(self, step: int, path: Path, error: OSError) -> DirectoryEntry:
@@ -433,7 +456,7 @@ def reading(path: Path) -> Iterator[None]:
                 raise FileNotFoundError(2, "the checkpoint is being removed", str(path))
             yield
     finally:
-        os.close(descriptor)
+        close_unwritten(descriptor)
 
 
 def _is_still(name: Path, descriptor: int) -> bool:

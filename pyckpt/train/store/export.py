@@ -19,7 +19,7 @@ import torch
 from pyckpt.activity import Amount, activity
 from pyckpt.engine import Engine
 from pyckpt.format import commit
-from pyckpt.printable import rate_text
+from pyckpt.printable import rate_text, seconds_text
 from pyckpt.speaking import for_all
 from pyckpt.train.store.catalog import reading
 from pyckpt.train.store.model_files import copy, safetensors_file, torch_file
@@ -147,10 +147,10 @@ def export(
             put_in_place(temporary, target, names, (stem, suffix), overwrite=overwrite)
     _logger.log(
         for_all(logging.INFO),
-        "exported %s to %s in %.3g s (%s)",
+        "exported %s to %s in %s (%s)",
         source_directory,
         target,
-        doing.seconds,
+        seconds_text(doing.seconds),
         rate_text(total, doing.seconds),
     )
     return [target / name for name in names]

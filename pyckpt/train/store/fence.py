@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from pyckpt.errors import Superseded
 from pyckpt.format import commit
-from pyckpt.format.flock import trying
+from pyckpt.format.flock import close_unwritten, trying
 from pyckpt.locks import fork_safe_lock
 
 __all__ = ["FOLDER", "Fence", "Job"]
@@ -72,6 +72,7 @@ class Fence:
         directory: of the checkpoints.
         taken: called when this job has begun to save, before it writes anything.
         patience: seconds to wait for a lock that another process holds.
+        token: by which other ranks know this job; by default one that nobody else knows.
     """
 
     def __init__(
@@ -80,7 +81,9 @@ class Fence:
         *,
         taken: Callable[[], None] = lambda: None,
         patience: float = _PATIENCE_SECONDS,
+        token: str | None = None,
     ) -> None:
+        self._given = token
         self._folder = directory / FOLDER
         self._taken = taken
         self._patience = patience
@@ -111,6 +114,15 @@ class Fence:
         with self._turn, self._locked():
             yield
 
+    def holder(self) -> str | None:
+        """The token of the job that was the last to begin to save here; None if no job has. "" if
+        it could not write its token, since the disk was full."""
+        try:
+            number = max(self._generations(), default=None)
+        except FileNotFoundError:
+            return None
+        return None if number is None else self._who(number)["token"]
+
     def last_job(self) -> Job | None:
         """The job that was the last to begin to save here; None if no job has."""
         try:
@@ -138,7 +150,7 @@ class Fence:
                         yield wiped
                         return
             finally:
-                os.close(descriptor)
+                close_unwritten(descriptor)
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     errno.ETIMEDOUT,
@@ -186,7 +198,7 @@ class Fence:
     def _write(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o666)
-        token = uuid.uuid4().hex
+        token = self._given or uuid.uuid4().hex
         content = {
             "token": token,
             "host": socket.gethostname(),
@@ -226,7 +238,7 @@ class Fence:
                 for key in ("token", "host", "pid", "namespace")
                 if key in content or key != "namespace"
             }
-        except (FileNotFoundError, ValueError, TypeError, KeyError):
+        except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
             return dict.fromkeys(("token", "host", "pid", "namespace"), "")
 
     def _generations(self) -> list[int]:

@@ -12,10 +12,12 @@ from pyckpt.errors import Superseded
 from pyckpt.format import commit
 from pyckpt.locks import fork_safe_lock
 from pyckpt.train.store.catalog import Catalog, CheckpointInfo
+from pyckpt.train.store.fence import FOLDER
+from pyckpt.train.store.part import pending
 from pyckpt.train.store.removal import remove
 from pyckpt.train.store.retention import Retention, stays_unread, surplus
 
-__all__ = ["Protected", "Protection", "Pruner", "prune"]
+__all__ = ["Protected", "Protection", "Pruner", "prune", "sweep"]
 
 _logger = logging.getLogger("pyckpt")
 
@@ -91,6 +93,7 @@ class Pruner:
         distrusted: steps whose checkpoints proved corrupt; they are not counted, and stay. May
             change.
         on_removed: called with the step and the path of each checkpoint that was removed.
+        settles: whether the job calls `settled`; if so, it sweeps no earlier.
 
     Attributes:
         protected: steps that the program wants kept.
@@ -106,6 +109,7 @@ class Pruner:
         busy: Collection[int],
         distrusted: Collection[int],
         on_removed: Callable[[int, Path], None] = lambda step, path: None,
+        settles: bool = False,
     ) -> None:
         self._catalog = catalog
         self._retention = retention
@@ -113,6 +117,8 @@ class Pruner:
         self._busy = busy
         self._distrusted = distrusted
         self._on_removed = on_removed
+        self._settles = settles
+        self._owes_sweep = False
         self._passed: set[int] = set()
         self._restored: int | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pyckpt-prune")
@@ -150,8 +156,12 @@ class Pruner:
         self._passed = self._newer_than(step)
 
     def begun(self) -> None:
-        """This job has begun to save, and from now on no other job does. If another job has saved
-        since this one restored, the log says so."""
+        """This job has begun to save, and from now on no other job does: remove what earlier ones
+        left beside their checkpoints. If another job has saved since this one restored, the log
+        says so."""
+        self._owes_sweep = True
+        if not self._settles:
+            self.settled()
         if self._restored is None:
             return
         late = self._newer_than(self._restored) - self._passed - {*self._distrusted}
@@ -163,6 +173,14 @@ class Pruner:
                 self._restored,
             )
         self._passed |= late
+
+    def settled(self) -> None:
+        """What an earlier job left half committed is committed or given up: sweep, if this job has
+        not."""
+        if self._owes_sweep:
+            self._owes_sweep = False
+            with suppress(RuntimeError):  # the interpreter is ending
+                self._thread.submit(sweep, self._catalog, busy=self._busy, allowed=self._allowed)
 
     def _newer_than(self, step: int) -> set[int]:
         try:
@@ -211,10 +229,11 @@ def prune(
     removed: list[int] = []
     protected = Protected() if protected is None else protected
     try:
+        prepared = pending(catalog.directory / FOLDER)
         valid: list[CheckpointInfo] = []
         leftover: list[int] = []
         for step in catalog.steps():
-            if step in busy or step in distrusted:
+            if step in busy or step in distrusted or catalog.path(step).name in prepared:
                 continue
             if (
                 stays_unread(step, valid, retention)
@@ -248,3 +267,40 @@ def prune(
         except Exception as error:  # training goes on; the next prune tries again
             _logger.warning("%s was not removed, or not all of it: %s", path, error)
     return removed
+
+
+def sweep(
+    catalog: Catalog,
+    *,
+    busy: Collection[int] = (),
+    allowed: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """Remove what saves left beside checkpoints when they were interrupted right after their
+    commit: files that were replaced, and marks. The next save of the step would, but most steps are
+    not saved again. Never raises. Lists the directory of each checkpoint. A step that a node has
+    prepared stays as it is: the metadata there does not name the new data files yet.
+
+    Args:
+        busy: steps that are being written; their directories are not touched. May change meanwhile.
+        allowed: a block in which a removal may begin; raises `Superseded` if none may.
+    """
+    folder = catalog.directory / FOLDER
+    try:
+        steps = catalog.steps()
+    except OSError as error:
+        _logger.warning("%s was not swept: %s", catalog.directory, error)
+        return
+    for step in steps:
+        path = catalog.path(step)
+        try:
+            if step not in busy and commit.has_remains(path):
+                with allowed():
+                    if step not in busy and path.name not in pending(folder):
+                        commit.remove_remains(path, sync=True)
+        except FileNotFoundError:
+            pass  # it was removed meanwhile
+        except Superseded as error:
+            _logger.warning("nothing more is swept: %s", error)
+            break
+        except OSError as error:  # training goes on; the next job tries again
+            _logger.warning("%s was not swept: %s", path, error)

@@ -1,8 +1,8 @@
 """Removes a checkpoint, in an order that can be interrupted anywhere.
 
 First the metadata gets another name, durably. From then on no reader takes the directory for a
-checkpoint. Then the data files are removed, and the renamed metadata last. So the remains of an
-interrupted removal can be recognised, and are removed later. Removing uses descriptors of
+checkpoint. Then the data files are removed, durably, and the renamed metadata last. So the remains
+of an interrupted removal can be recognised, and are removed later. Removing uses descriptors of
 directories and follows no links, so that it removes nothing outside of the checkpoint.
 """
 
@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 
 from pyckpt.format import commit
-from pyckpt.format.flock import trying
+from pyckpt.format.flock import close_unwritten, trying
 
 __all__ = ["remove"]
 
@@ -52,11 +52,18 @@ def remove(
                 return False
             # Files that appear from here on belong to a new save.
             names = os.listdir(folder)
-        for name in names:
-            if name != commit.REMOVED:
-                _remove(name, folder)
-        with suppress(FileNotFoundError):
-            os.unlink(commit.REMOVED, dir_fd=folder)
+        # Without these, data files are a checkpoint that has lost its metadata. btrfs does not list
+        # what was renamed since the directory was opened.
+        last = {commit.REMOVED, *filter(commit.is_mark, names)}
+        others = [name for name in names if name not in last]
+        for name in others:
+            _remove(name, folder)
+        if others:
+            # After a power failure, the data must not be back while these are gone.
+            commit.sync_opened_directory(folder, path)
+        for name in last:
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
         try:
             os.rmdir(path.name, dir_fd=parent)
         except OSError as error:
@@ -79,7 +86,7 @@ def _opened(path: str | Path, *, within: int | None = None) -> Iterator[int]:
     try:
         yield descriptor
     finally:
-        os.close(descriptor)
+        close_unwritten(descriptor)
 
 
 def _invalidate(folder: int, path: Path, *, remains: bool) -> bool:
@@ -100,7 +107,7 @@ def _invalidate(folder: int, path: Path, *, remains: bool) -> bool:
             # while data is missing.
             commit.sync_opened_directory(folder, path)
     finally:
-        os.close(descriptor)
+        close_unwritten(descriptor)
     return True
 
 

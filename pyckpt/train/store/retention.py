@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from pyckpt.train.arguments import whole
 from pyckpt.train.store.catalog import CheckpointInfo
 
 __all__ = ["Best", "Retention", "stays_unread", "surplus"]
+
+_logger = logging.getLogger("pyckpt")
 
 Best = tuple[str, int, Literal["min", "max"]]
 
@@ -44,6 +47,14 @@ class Retention:
             whole("the n of keep_best", best[1], least=1)
             if best[2] not in ("min", "max"):
                 raise ValueError(f"{self.keep_best = } must end with 'min' or 'max'.")
+
+    def tell_of_contradiction(self) -> None:
+        """Log if a setting has no effect because of another."""
+        if self.keep_last is None and (self.keep_every, self.keep_best) != (None, None):
+            _logger.warning(
+                "keep_last=None keeps all checkpoints, whatever keep_every and keep_best say; pass "
+                "keep_last=1 to keep the newest and theirs"
+            )
 
 
 def surplus(

@@ -16,12 +16,14 @@ import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format import commit
 from pyckpt.format.files import open_regular
+from pyckpt.format.flock import close_unwritten
 
 __all__ = [
     "CONFIG",
@@ -41,10 +43,28 @@ be an earlier export's."""
 _HEADER_MAX = 100 << 20
 
 
+class _File(FileIO):
+    """Writes all that it is given, where the system writes a part of it."""
+
+    def write(self, data: Any) -> int:
+        with memoryview(data) as view:
+            if not view.nbytes:  # a view with a zero in its shape cannot be cast
+                return 0
+            with view.cast("B") as left:
+                size = len(left)
+                written = 0
+                while written < size:
+                    count = super().write(left[written:])
+                    if not count:
+                        raise OSError(errno.EIO, "nothing was written", str(self.name))
+                    written += count
+        return size
+
+
 @contextmanager
-def new_file(path: Path) -> Iterator[Any]:
+def new_file(path: Path) -> Iterator[FileIO]:
     """A new file, which is durable when the block ends."""
-    with path.open("w+b", buffering=0) as file:
+    with _File(str(path), "w+b") as file:
         yield file
         os.fsync(file.fileno())
 
@@ -68,8 +88,10 @@ def temporary_directory(target: Path) -> Iterator[Path]:
     try:
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)  # the next export tries again
-        os.close(descriptor)
+        close_unwritten(descriptor)
+        # The next export tries again. Some errors come through in spite of ignore_errors.
+        with suppress(OSError):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove_unused(path: Path) -> None:
@@ -79,7 +101,7 @@ def _remove_unused(path: Path) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path)
         finally:
-            os.close(descriptor)
+            close_unwritten(descriptor)
 
 
 @contextmanager
@@ -93,7 +115,7 @@ def _one_at_a_time(directory: Path) -> Iterator[None]:
     finally:
         with suppress(OSError):  # a process that was forked meanwhile also has the descriptor
             fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+        close_unwritten(descriptor)
 
 
 def _is_same_config(temporary: Path, target: Path, names: Sequence[str]) -> bool:
@@ -169,7 +191,8 @@ def put_in_place(
             commit.sync_directory(target)
         for name in names[:-1]:
             (temporary / name).replace(target / name)
-        commit.sync_directory(target)
+        if len(names) > 1:
+            commit.sync_directory(target)
         (temporary / names[-1]).replace(target / names[-1])
         commit.sync_directory(target)
         # An old index is removed before the files that it names.

@@ -61,7 +61,7 @@ class TensorSource:
 
     def __init__(
         self,
-        checkpoint: Path,
+        checkpoint: Path | str,
         direct: Direct,
         engine: Engine | None,
         metadata: Metadata | None = None,
@@ -70,7 +70,7 @@ class TensorSource:
         self.direct: Direct = direct
         self.engine = engine
         if metadata is None:
-            metadata = metadata_format.read(checkpoint / commit.metadata_name())
+            metadata = metadata_format.read(Path(checkpoint) / commit.metadata_name())
         self.metadata = metadata
 
     def tensors(

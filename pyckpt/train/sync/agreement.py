@@ -22,8 +22,10 @@ import atexit
 import logging
 import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -32,7 +34,7 @@ import torch.distributed as dist
 from pyckpt.locks import fork_safe_lock
 from pyckpt.speaking import for_all
 
-__all__ = ["Agreement", "Facts", "GroupAgreement", "LocalAgreement"]
+__all__ = ["Agreement", "Facts", "GroupAgreement", "Leaving", "LocalAgreement"]
 
 _logger = logging.getLogger("pyckpt")
 
@@ -57,6 +59,10 @@ class Facts(NamedTuple):
     """Saves that have ended or failed."""
     failed: int = 0
     """The number of the last save that failed: 1 for the first save."""
+
+
+class Leaving(Exception):
+    """A rank is gone, and this one was leaving anyway: it need not know which."""
 
 
 class Agreement(ABC):
@@ -90,9 +96,11 @@ class GroupAgreement(Agreement):
 
     Args:
         facts: returns the facts of this rank; called from a thread.
-        group: the group. Every rank must make its GroupAgreement.
+        group: the group, which ends with this object, or when the ranks cannot agree any more.
+            Nothing else may refer to it. Every rank must make its GroupAgreement.
         on_lost: called with the error, from a thread, when a rank is gone and the ranks can no
-            longer agree. From then on, requests to stop act on the rank that they reach.
+            longer agree. From then on, requests to stop act on the rank that they reach. The error
+            is a ``Leaving`` if this one has closed.
     """
 
     def __init__(
@@ -103,7 +111,7 @@ class GroupAgreement(Agreement):
         on_lost: Callable[[BaseException], object] = bool,
     ) -> None:
         self._facts = facts
-        self._group = group
+        self._group: dist.ProcessGroup | None = group
         self._on_lost = on_lost
         # Guarded by the condition's lock.
         self._condition = threading.Condition(fork_safe_lock())
@@ -145,7 +153,14 @@ class GroupAgreement(Agreement):
         self._closing.set()
         if wait:
             self._thread.join()
-            atexit.unregister(self._leave)
+            self._leave_group()
+
+    def _leave_group(self) -> None:
+        """Destroy the group. It closes its connections when nothing refers to it any more."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            with suppress(Exception):  # the program may have destroyed it
+                dist.destroy_process_group(group)
 
     def _leave(self) -> None:
         self._closing.set()
@@ -153,6 +168,25 @@ class GroupAgreement(Agreement):
         self._thread.join(_EXIT_SECONDS)
 
     def _run(self) -> None:
+        lost: RuntimeError | None = None
+        try:
+            lost = self._agree()
+        finally:
+            if lost is not None:
+                # So that ranks that wait for this one find out at once, too.
+                self._leave_group()
+            with self._condition:
+                self._promised = None
+                self._over = True
+                self._condition.notify_all()
+            # It would keep this object, and what the facts come from. The group is not destroyed
+            # here: torch may name a new one by how many there are, which has to be equal on ranks.
+            atexit.unregister(self._leave)
+        if lost is not None:
+            self._on_lost(Leaving(str(lost)) if self._closing.is_set() else lost)
+
+    def _agree(self) -> RuntimeError | None:
+        """Take part in rounds until all ranks have closed, or one is gone, which is returned."""
         known = Facts()
         seconds = 0.0
         try:
@@ -171,18 +205,14 @@ class GroupAgreement(Agreement):
                     seconds = max(2 * (time.monotonic() - start), 0.9 * seconds)
                     seconds = min(seconds, _AHEAD_SECONDS)
                 if not open_ranks:
-                    return
+                    return None
                 self._left.wait(_PERIOD_SECONDS)
         except RuntimeError as error:
             # A rank is gone, and training will find out too. Facts in force stay so.
             _logger.log(for_all(logging.WARNING), "ranks cannot agree on saves any more: %s", error)
-            if not self._closing.is_set():
-                self._on_lost(error)
-        finally:
-            with self._condition:
-                self._promised = None
-                self._over = True
-                self._condition.notify_all()
+            traceback.clear_frames(error.__traceback__)  # which refer to the group
+            return error
+        return None
 
     def _largest(self, *numbers: int) -> list[int]:
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")

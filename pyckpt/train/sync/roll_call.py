@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +25,11 @@ _logger = logging.getLogger("pyckpt")
 _STORE_SECONDS = 5.0
 # Ranks that wait in the same collective give up at about the same time.
 _OTHERS_SECONDS = 5.0
+# The rank that finds out for the others may end before it has: they wait this much longer for it.
+_VERDICT_SECONDS = 1.0
 _LOOK_SECONDS = 0.05
+_VERDICT, _NOBODY = "missing", "-"
+_FINDS_OUT, _LEAVES = "finds out", "leaves"
 
 T = TypeVar("T")
 
@@ -37,6 +43,8 @@ class RollCall:
     Args:
         name: the same on all ranks, and different for each roll call.
         rank, size: of this process among the ranks that meet, and their number.
+        may_be_left: whether ranks before a restart may have used this name in the same store. The
+            first meeting is then one to ``assemble`` for, in which the ranks find a new name.
 
     Attributes:
         count: of the meetings so far. The caller sets it after an error, which may have kept this
@@ -44,17 +52,23 @@ class RollCall:
         arrived: when this rank came to the last of them, by ``time.monotonic``.
     """
 
-    def __init__(self, name: str, rank: int, size: int) -> None:
+    def __init__(self, name: str, rank: int, size: int, *, may_be_left: bool = False) -> None:
         self._rank = rank
         self._size = size
         self.count = 0
+        self._told = 0  # of the meetings that this rank did come to, the number of the last
         self.arrived = time.monotonic()
         self._store = _store(f"pyckpt/{name}")
+        self._naming: _Naming | None = None
+        if may_be_left and self._store is not None:
+            self._naming = _Naming(self._store, rank, size)
         self._hosts: dict[int, str] = {}
+        self._said: dict[str, int] = {}
 
     def arrive(self) -> None:
         """Record that this rank has come to the next meeting. Does not wait for other ranks."""
         self.count += 1
+        self._told = self.count
         self.arrived = time.monotonic()
         self._tell(str(self._rank), f"{self.count} {host_name()}")
 
@@ -74,17 +88,36 @@ class RollCall:
         Raises:
             RanksLost: all have come, and not for the same. Raised on all ranks.
         """
-        self.arrive()
-        store = self._store
-        if store is None:
-            return []
-        meeting = f"meeting {self.count}"
+        begun = time.monotonic()
+
+        def wait(is_over: Callable[[float], bool], absent: Callable[[], list[int]]) -> list[int]:
+            missing: list[int] = []
+            for seconds in (min(late, limit), limit):
+                if is_over(begun + seconds):
+                    return []
+                missing = absent()
+                if seconds < limit and missing:
+                    tell(missing)
+            return missing
+
+        naming = self._naming
         try:
+            if naming is not None:
+                if self._rank != 0 and (missing := wait(naming.until, lambda: [0])):
+                    return missing
+                self._naming = None
+                self._store = naming.named()
+            self.arrive()
+            store = self._store
+            if store is None:
+                return []
+            meeting = f"meeting {self.count}"
+            complete = f"{meeting} is complete"
             same = f"{meeting} for {what}"
             store.add(same, 1)  # before the meeting, so that the last one to come knows of all
             if store.add(meeting, 1) == self._size:
                 is_same = store.add(same, 0) == self._size
-                store.set(f"{meeting} is complete", "same" if is_same else "other")
+                store.set(complete, "same" if is_same else "other")
                 store.delete_key(same)
                 # All ranks have left the one before.
                 store.delete_key(f"meeting {self.count - 1}")
@@ -92,33 +125,38 @@ class RollCall:
         except RuntimeError as error:
             _logger.debug("nobody will know which rank is missing, if one is: %s", error)
             return []
-        deadline = time.monotonic() + limit
-        for seconds in (min(late, limit), limit):
+
+        def is_complete(deadline: float) -> bool:
             with suppress(RuntimeError):  # the time is over
-                left = min(seconds, max(0.0, deadline - time.monotonic()))
-                store.wait([f"{meeting} is complete"], timedelta(seconds=max(0.001, left)))
-                if store.get(f"{meeting} is complete") == b"other":
+                if naming is not None and self._rank == 0 and not naming.until(deadline):
+                    return False
+                left = max(0.001, deadline - time.monotonic())
+                store.wait([complete], timedelta(seconds=left))
+                if store.get(complete) == b"other":
                     raise RanksLost(
                         f"this process has called {what}, and another one something else: all "
                         "processes have to make the same calls in the same order"
                     )
-                return []
-            missing = self._missing(self.count, wait=False)
-            if seconds < limit and missing:
-                tell(missing)
-        return missing
+                return True
+            return False
 
-    def missing(self, *, wait: bool) -> list[int]:
-        """The ranks that did not come to the meeting that failed; empty if that is not known.
+        return wait(is_complete, lambda: self._behind(store, self.count))
 
-        Args:
-            wait: if all ranks had come, one may hang inside of the meeting. The others will also
-                give up and call this, so wait a little for them. Pass False if the meeting failed
-                at once, since others may still wait in it.
+    def missing(self) -> list[int]:
+        """The ranks because of which a meeting failed, on this rank or on another; empty if that is
+        not known. Each rank whose meeting failed calls this once. All are told the same.
+
+        A rank that is alive finds out soon, too, and says so here. So those are missing that say
+        nothing. If all do, those are that did not come to the meeting.
         """
-        count = self.count
-        self._tell(f"{self._rank}/gave up", "")
-        return _within(_STORE_SECONDS + _OTHERS_SECONDS, lambda: self._missing(count, wait)) or []
+        count = self._told
+        self._tell(_gave_up(self._rank), _FINDS_OUT)
+        seconds = 2 * _OTHERS_SECONDS + _VERDICT_SECONDS + _STORE_SECONDS
+        return _within(seconds, lambda: self._judge(count)) or []
+
+    def leave(self) -> None:
+        """Say that this rank is not missing, and does not find out who is."""
+        _within(_STORE_SECONDS, lambda: self._tell(_gave_up(self._rank), _LEAVES))
 
     def late(self) -> list[int]:
         """The ranks that this one waits for, if it is the one to say so: the first of those that
@@ -127,7 +165,7 @@ class RollCall:
         Raises:
             Exception: the store does not answer.
         """
-        count, store = self.count, self._store
+        count, store = self._told, self._store
         if store is None:
             return []
         # In this order, so that most ranks ask for one other only.
@@ -137,29 +175,57 @@ class RollCall:
         behind = [rank for rank in after if self._arrivals(store, rank) < count]
         return [*range(self._rank), *behind]
 
+    def is_first_to_say(self, text: str) -> bool:
+        """Whether no other rank has said this as often as this one by now. Any thread may call it,
+        one at a time."""
+        self._said[text] = count = self._said.get(text, 0) + 1
+        digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+        try:
+            return self._store is None or self._store.add(f"said {digest} {count}", 1) == 1
+        except Exception:  # whoever cannot know says it
+            return True
+
     def host(self, rank: int) -> str:
         """The host of a rank; empty if it is not known."""
         return self._hosts.get(rank, "")
 
-    def _missing(self, count: int, wait: bool) -> list[int]:
+    def _judge(self, count: int) -> list[int]:
+        """What the first rank that is there finds out, which tells the others."""
         store = self._store
         if store is None:
             return []
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        arrived = {rank: self._arrivals(store, rank) for rank in others}
-        behind = [rank for rank in others if arrived[rank] < count]
-        if behind or not wait:
-            return behind
-        deadline = time.monotonic() + _OTHERS_SECONDS
-        silent = others
-        while silent and time.monotonic() < deadline:
-            silent = [
-                rank
-                for rank in silent
-                if not store.check([f"{rank}/gave up"]) and self._arrivals(store, rank) <= count
-            ]
+        deadline = time.monotonic() + _OTHERS_SECONDS + _VERDICT_SECONDS
+        while self._is_led(store) and time.monotonic() < deadline:
+            if store.check([_VERDICT]):
+                return self._read_verdict(store, store.get(_VERDICT))
             time.sleep(_LOOK_SECONDS)
-        return silent
+        deadline = time.monotonic() + _OTHERS_SECONDS
+        silent = [rank for rank in range(self._size) if rank != self._rank]
+        while silent and time.monotonic() < deadline:
+            silent = [rank for rank in silent if not store.check([_gave_up(rank)])]
+            time.sleep(_LOOK_SECONDS)
+        # One that has come to a later meeting may be busy elsewhere, if another one is missing.
+        silent = [rank for rank in silent if self._arrivals(store, rank) <= count] or silent
+        found = silent or self._behind(store, count)
+        verdict = ",".join(map(str, found)) or _NOBODY
+        return self._read_verdict(store, store.compare_set(_VERDICT, "", verdict))
+
+    def _is_led(self, store: Any) -> bool:
+        """Whether a rank before this one finds out who is missing."""
+        before = [_gave_up(rank) for rank in range(self._rank)]
+        return any(store.check([key]) and store.get(key) != _LEAVES.encode() for key in before)
+
+    def _read_verdict(self, store: Any, verdict: bytes) -> list[int]:
+        text = verdict.decode()
+        found = [] if text == _NOBODY else [int(rank) for rank in text.split(",")]
+        for rank in found:
+            self._arrivals(store, rank)  # learns its host
+        return found
+
+    def _behind(self, store: Any, count: int) -> list[int]:
+        """The ranks that have not come to so many meetings."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        return [rank for rank in others if self._arrivals(store, rank) < count]
 
     def _arrivals(self, store: Any, rank: int) -> int:
         if not store.check([str(rank)]):
@@ -174,6 +240,71 @@ class RollCall:
             except Exception as error:
                 self._store = None
                 _logger.debug("nobody will know which rank is missing, if one is: %s", error)
+
+
+def _gave_up(rank: int) -> str:
+    return f"{rank}/gave up"
+
+
+class _Naming:
+    """Finds a name that ranks have for what they keep in a store, without a collective, in which
+    those that come would hang if one does not.
+
+    torchrun may keep one store for all restarts of the ranks. So whatever a rank reads there may be
+    of ranks that are gone. The first rank draws the name. Each other one writes down which name it
+    has read, with a number of its own. The first rank repeats the number if the name was right.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._number = secrets.token_hex(8)
+        self._name = self._number if rank == 0 else ""
+        self._unanswered = set(range(1, size))
+
+    def until(self, deadline: float) -> bool:
+        """Wait until this rank knows the name; the first one until all know it.
+
+        Args:
+            deadline: by ``time.monotonic``, after which this returns False.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+        look = self._answer if self._rank == 0 else self._ask
+        pause = 0.001
+        while not look():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _LOOK_SECONDS)
+        return True
+
+    def named(self) -> Any:
+        """The store under the name, which this rank knows."""
+        if self._rank == 0:
+            self._store.set("name", self._name)
+        stores: Any = dist
+        return stores.PrefixStore(self._name, self._store)
+
+    def _answer(self) -> bool:
+        for rank in sorted(self._unanswered):
+            name, _, number = self._read(f"{rank} has read").partition(" ")
+            if name == self._name:
+                self._store.set(f"{rank} is right", number)
+                self._unanswered.remove(rank)
+        return not self._unanswered
+
+    def _ask(self) -> bool:
+        name = self._read("name")
+        if name != self._name:
+            self._name = name
+            self._store.set(f"{self._rank} has read", f"{name} {self._number}")
+        return self._read(f"{self._rank} is right") == self._number
+
+    def _read(self, key: str) -> str:
+        text: str = self._store.get(key).decode() if self._store.check([key]) else ""
+        return text
 
 
 def _store(prefix: str) -> Any:

@@ -11,29 +11,27 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from pyckpt.errors import PyckptError, Superseded
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
-from pyckpt.remote.address import open_store, telling
+from pyckpt.remote.address import telling
+from pyckpt.remote.objects import PIECE_BYTES, Objects
 from pyckpt.train.store.catalog import CheckpointInfo, read_note
 from pyckpt.train.store.fence import FOLDER
 from pyckpt.train.store.names import DEFAULT, Naming
 from pyckpt.train.store.retention import Retention, surplus
-from pyckpt.train.tiers.tier import PIECE_BYTES
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+from pyckpt.train.tiers.tier import REUSE_STEPS
 
 __all__ = ["BucketTier"]
 
+# What stores copy at once, S3 first; they answer so to more.
+_COPY_BYTES_MAX = 5 << 30
+_TOO_LARGE = re.compile(r"EntityTooLarge|InvalidRequest|\b413\b")
+
 _GENERATION = re.compile(r"generation-(\d{8,})")
-_PARTS_MAX = 9_000  # S3 takes 10,000 in one upload
-_PARTS_AT_A_TIME = 4
-_REMOVED_AT_A_TIME = 500
 
 
 @dataclass(frozen=True)
@@ -66,10 +64,11 @@ class BucketTier:
     """
 
     def __init__(self, url: str, root: Path, naming: Naming = DEFAULT) -> None:
+        self._token = uuid.uuid4().hex
         self._url = url.rstrip("/")
         self._naming = naming
         self._root = root
-        self._store: ObjectStore = open_store(self._url)
+        self._objects = Objects(self._url)
         self._generation: int | None = None
         self._known: dict[int, _Known] = {}
 
@@ -79,69 +78,62 @@ class BucketTier:
     def place(self, step: int) -> str:
         return f"{self._url}/{self._naming.name(step)}"
 
-    def upload(self, step: int, file: Path, passing: Callable[[int], None]) -> None:
-        import obstore
+    def join(self, token: str) -> None:
+        self._token = token
 
+    def begin(self) -> None:
+        self._fence()
+
+    def holder(self) -> str | None:
+        newest = max(self._generations(), default=None)
+        found = None
+        if newest is not None:
+            found = self._objects.read(f"{FOLDER}/generation-{newest:08d}")
+        if found is None:
+            return None  # nobody has begun, or a later one has just been taken
+        return found[0].decode("utf-8", "replace").rpartition(" ")[2]
+
+    def upload(self, step: int, file: Path, passing: Callable[[int], None]) -> None:
         name = f"{self._naming.name(step)}/{file.name}"
         self._mark(step)
         size = file.stat().st_size
-        if size <= PIECE_BYTES:
-            passing(size)
-            with telling(f"{self._url}/{name}"):
-                obstore.put(self._store, name, file.read_bytes(), use_multipart=False)
-            return
-        part = max(PIECE_BYTES, -(-size // _PARTS_MAX))
-        with telling(f"{self._url}/{name}"):
-            obstore.put(
-                self._store,
-                name,
-                _pieces(file, size, passing),
-                chunk_size=part,
-                max_concurrency=_PARTS_AT_A_TIME,
-            )
+        self._objects.put_pieces(name, _pieces(file, size, passing), expected=size)
 
     def _mark(self, step: int) -> None:
         """Say that a step's data objects, without metadata, are those of an upload."""
-        import obstore
+        self._objects.put(f"{self._naming.name(step)}/{commit.mark_name()}", b"")
 
-        name = f"{self._naming.name(step)}/{commit.mark_name()}"
-        with telling(f"{self._url}/{name}"):
-            obstore.put(self._store, name, b"", use_multipart=False)
+    def reuse(self, step: int, name: str, size: int) -> bool:
+        others = sorted((one for one in self._steps() if one != step), reverse=True)
+        for other in others[:REUSE_STEPS]:
+            if self.sizes(other).get(name) != size:
+                continue
+            self._mark(step)
+            source, target = (f"{self._naming.name(one)}/{name}" for one in (other, step))
+            try:
+                self._objects.copy(source, target)
+            except FileNotFoundError:
+                return False  # gone meanwhile; it is uploaded
+            except OSError as error:
+                if size <= _COPY_BYTES_MAX and not _TOO_LARGE.search(str(error)):
+                    raise  # it is tried again: an upload of all would be far more than a copy
+                return False
+            return True
+        return False
 
     def sizes(self, step: int) -> dict[str, int]:
-        prefix = f"{self._naming.name(step)}/"
-        return {one["path"][len(prefix) :]: one["size"] for one in self._listed(prefix)}
-
-    def _listed(self, prefix: str) -> list[Any]:
-        import obstore
-
-        with telling(f"{self._url}/{prefix}"):
-            return [one for page in obstore.list(self._store, prefix) for one in page]
+        return self._objects.list(f"{self._naming.name(step)}/")
 
     def commit(self, step: int, metadata: bytes, files: Collection[str]) -> None:
-        import obstore
-        from obstore.exceptions import NotSupportedError
-
         self._fence()
         folder = self._naming.name(step)
         name = f"{folder}/{commit.metadata_name()}"
-        mode: Any = "create"
-        replaced: set[str] = set()
-        with telling(f"{self._url}/{name}"):
-            try:
-                found = obstore.get(self._store, name)
-                tags = {"e_tag": found.meta["e_tag"], "version": found.meta["version"]}
-                replaced = _files_of(bytes(found.bytes()), name)
-                mode = {name: tag for name, tag in tags.items() if tag is not None}
-            except FileNotFoundError:
-                pass
-            try:
-                obstore.put(self._store, name, metadata, mode=mode, use_multipart=False)
-            except (NotSupportedError, NotImplementedError):
-                # A store without conditions; the fence alone keeps jobs apart.
-                obstore.put(self._store, name, metadata, use_multipart=False)
+        found = self._objects.read(name)
+        replaced = set() if found is None else _files_of(found[0], name)
+        # In a store without conditions the fence alone keeps jobs apart.
+        self._objects.replace(name, metadata, None if found is None else found[1])
         gone = {commit.mark_name(), *(replaced - set(files))}
-        self._delete([f"{folder}/{one}" for one in sorted(gone)])
+        self._objects.delete(f"{folder}/{one}" for one in gone)
 
     def newest(
         self, limit: int | None = None, without: Collection[int] = ()
@@ -187,8 +179,8 @@ class BucketTier:
             folder = self._naming.name(step)
             # First what makes it count; after that it is what an upload has left.
             self._mark(step)
-            self._delete([f"{folder}/{commit.metadata_name()}"])
-            self._delete([f"{folder}/{name}" for name in self.sizes(step)])
+            self._objects.delete([f"{folder}/{commit.metadata_name()}"])
+            self._objects.delete(f"{folder}/{name}" for name in self.sizes(step))
             self._known.pop(step, None)
         return going
 
@@ -197,24 +189,13 @@ class BucketTier:
         names = self.sizes(step)
         return commit.mark_name() in names and all(map(commit.is_part, names))
 
-    def _delete(self, names: list[str]) -> None:
-        import obstore
-
-        for begin in range(0, len(names), _REMOVED_AT_A_TIME):
-            some = names[begin : begin + _REMOVED_AT_A_TIME]
-            try:
-                with telling(f"{self._url}/{some[0]}"):
-                    obstore.delete(self._store, some)
-            except FileNotFoundError:
-                continue  # some stores say so; it is as wanted
-
     # --- what is there ---
 
     def _steps(self) -> list[int]:
         import obstore
 
         with telling(self._url):
-            listed = obstore.list_with_delimiter(self._store)
+            listed = obstore.list_with_delimiter(self._objects.store)
         names = (path.rstrip("/").rpartition("/")[2] for path in listed["common_prefixes"])
         return [step for step in map(self._naming.step_of, names) if step is not None]
 
@@ -226,7 +207,7 @@ class BucketTier:
         name = f"{self._naming.name(step)}/{commit.metadata_name()}"
         try:
             with telling(f"{self._url}/{name}"):
-                found = obstore.get(self._store, name)
+                found = obstore.get(self._objects.store, name)
                 tag = found.meta["e_tag"] or str(found.meta["last_modified"])
                 known = self._known.get(step)
                 if known is None or known.tag != tag:
@@ -262,6 +243,7 @@ class BucketTier:
             bytes=sum(files.values()),
             mirror=place,
             is_local=False,
+            save_id=None if metadata.storage_meta is None else metadata.storage_meta.save_id,
         )
         return _Known(known.tag, files, None, checkpoint)
 
@@ -270,7 +252,7 @@ class BucketTier:
 
         path = f"{place.removeprefix(self._url)[1:]}/{name}"
         with telling(f"{place}/{name}"):
-            return bytes(obstore.get_range(self._store, path, start=offset, length=length))
+            return bytes(obstore.get_range(self._objects.store, path, start=offset, length=length))
 
     # --- which job may write ---
 
@@ -285,7 +267,7 @@ class BucketTier:
         if self._generation is None:
             self._generation = self._take(newest)
             older = [n for n in generations if n < self._generation]
-            self._delete([f"{FOLDER}/generation-{n:08d}" for n in older])
+            self._objects.delete([f"{FOLDER}/generation-{n:08d}" for n in older])
         elif newest != self._generation:
             raise Superseded(
                 f"{self._url}: another job has begun to write there since this job did, so this "
@@ -295,22 +277,23 @@ class BucketTier:
     def _take(self, newest: int) -> int:
         import obstore
 
-        content = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}".encode()
+        content = f"{socket.gethostname()} {os.getpid()} {self._token}".encode()
         while True:
             newest += 1
             name = f"{FOLDER}/generation-{newest:08d}"
             try:
                 with telling(f"{self._url}/{name}"):
-                    obstore.put(self._store, name, content, mode="create", use_multipart=False)
+                    obstore.put(
+                        self._objects.store, name, content, mode="create", use_multipart=False
+                    )
             except FileExistsError:
                 continue  # another job has it
             except NotImplementedError:
-                obstore.put(self._store, name, content, use_multipart=False)
+                obstore.put(self._objects.store, name, content, use_multipart=False)
             return newest
 
     def _generations(self) -> list[int]:
-        names = (one["path"].rpartition("/")[2] for one in self._listed(f"{FOLDER}/"))
-        matches = map(_GENERATION.fullmatch, names)
+        matches = map(_GENERATION.fullmatch, self._objects.list(f"{FOLDER}/"))
         return [int(match[1]) for match in matches if match is not None]
 
 

@@ -16,9 +16,9 @@ from pyckpt.format import metadata as metadata_format
 from pyckpt.train.store.catalog import Catalog, CheckpointInfo
 from pyckpt.train.store.fence import Fence
 from pyckpt.train.store.names import DEFAULT, Naming
-from pyckpt.train.store.pruner import prune
+from pyckpt.train.store.pruner import prune, sweep
 from pyckpt.train.store.retention import Retention
-from pyckpt.train.tiers.tier import PIECE_BYTES
+from pyckpt.train.tiers.tier import PIECE_BYTES, REUSE_STEPS
 
 __all__ = ["MountedTier"]
 
@@ -38,6 +38,7 @@ class MountedTier:
         self._root = root
         self._catalog = Catalog(directory, naming=naming)
         self._fence = Fence(directory)
+        self._is_swept = False
 
     def __str__(self) -> str:
         return str(self._directory)
@@ -45,13 +46,18 @@ class MountedTier:
     def place(self, step: int) -> Path:
         return self._catalog.path(step)
 
+    def join(self, token: str) -> None:
+        self._fence = Fence(self._directory, token=token)
+
+    def begin(self) -> None:
+        with self._fence.held():
+            pass
+
+    def holder(self) -> str | None:
+        return self._fence.holder()
+
     def upload(self, step: int, file: Path, passing: Callable[[int], None]) -> None:
-        directory = self._catalog.path(step)
-        commit.make_directory(directory, sync=True)
-        if not (directory / commit.metadata_name()).exists():
-            if commit.lost_metadata(os.listdir(directory)):
-                raise FileExistsError(errno.EEXIST, commit.LOST_METADATA, str(directory))
-            commit.make_mark(directory, sync=True)
+        directory = self._begun(step)
         target = directory / file.name
         # The name of a data file, so that whoever sweeps removes what a kill leaves.
         temporary = directory / f"{file.stem}.{uuid.uuid4().hex}.distcp"
@@ -63,6 +69,28 @@ class MountedTier:
                 temporary.unlink()
             raise
         commit.sync_directory(directory)
+
+    def _begun(self, step: int) -> Path:
+        """The directory of a step, in which data files without metadata are those of an upload."""
+        directory = self._catalog.path(step)
+        commit.make_directory(directory, sync=True)
+        if not (directory / commit.metadata_name()).exists():
+            if commit.lost_metadata(os.listdir(directory)):
+                raise FileExistsError(errno.EEXIST, commit.LOST_METADATA, str(directory))
+            commit.make_mark(directory, sync=True)
+        return directory
+
+    def reuse(self, step: int, name: str, size: int) -> bool:
+        others = [one for one in self._catalog.steps() if one != step]
+        for other in others[:REUSE_STEPS]:
+            source = self._catalog.path(other) / name
+            with suppress(OSError):  # it is uploaded again
+                if source.stat().st_size == size:
+                    directory = self._begun(step)
+                    os.link(source, directory / name)
+                    commit.sync_directory(directory)
+                    return True
+        return False
 
     def sizes(self, step: int) -> dict[str, int]:
         try:
@@ -109,6 +137,9 @@ class MountedTier:
         coming: Collection[int],
         passed: Callable[[int], bool],
     ) -> list[int]:
+        if not self._is_swept:
+            self._is_swept = True
+            sweep(self._catalog, busy=coming, allowed=self._fence.held)
         return prune(
             self._catalog,
             retention,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from pyckpt.errors import PyckptError, Superseded
@@ -16,9 +17,10 @@ from pyckpt.format import metadata as metadata_format
 from pyckpt.locks import fork_safe_lock
 from pyckpt.train.store.pruner import Protected, Protection
 from pyckpt.train.store.retention import Retention
+from pyckpt.train.tiers.jobs import MirrorStatistics, PromotionJob
 from pyckpt.train.tiers.tier import Stopped, Throttle, Tier
 
-__all__ = ["MirrorStatistics", "Promotion"]
+__all__ = ["Promotion"]
 
 _logger = logging.getLogger("pyckpt")
 
@@ -28,48 +30,11 @@ _LAST_DELAY_SECONDS = 60.0
 _FIRST_POLL_SECONDS = 0.05
 _LAST_POLL_SECONDS = 5.0
 _PATIENCE_SECONDS = 600.0
+# A rank that is slower than that counts as one that is gone.
+_SLOWEST_BYTES_PER_SECOND = 1e6
+_GRACE_SECONDS = 30.0
 _ATTEMPTS_MIN = 3
 _REMEMBERED_MAX = 16
-
-
-@dataclass(frozen=True)
-class MirrorStatistics:
-    """What this rank has brought to the mirror so far."""
-
-    promoted: int = 0
-    """Checkpoints that are there: on rank 0 the committed ones, on others those of which this rank
-    has brought its file there."""
-    dropped: int = 0
-    """Checkpoints that were given up, since newer ones waited or their files were gone."""
-    failures: int = 0
-    """Attempts that failed."""
-    queued: tuple[int, ...] = ()
-    """Steps that are not there yet, oldest first."""
-    bytes: int = 0
-    """Bytes of this rank's files that were copied, failed attempts included."""
-    seconds: float = 0.0
-    """From the local commits of the promoted checkpoints to their commits in the mirror, summed."""
-    last_step: int | None = None
-    """The newest step that was promoted."""
-    last_error: str = ""
-    """The last error; empty once an attempt has succeeded."""
-
-
-@dataclass
-class _Job:
-    """A checkpoint on its way."""
-
-    step: int
-    path: Path
-    file: Path | None
-    """This rank's data file, if it wrote one."""
-    protection: Protection
-    final: bool
-    branch: int
-    """How often training had gone back before it was saved."""
-    metadata: bytes
-    """Of the checkpoint; on the rank that commits."""
-    since: float = field(default_factory=time.monotonic)
 
 
 class Promotion:
@@ -91,6 +56,10 @@ class Promotion:
         bytes_per_second: the most that this rank copies; None for no bound.
         protected: checkpoints that are not pruned locally, because they are still needed.
         on_release: called when one of these is not needed any more.
+        members: the ranks of this rank's node, if it prunes there and is not rank 0: it keeps a
+            checkpoint until the files of all of them are there.
+        token: of the job, the same on all its ranks, and of no other job.
+        speaks: called with an error; whether this rank is to log it.
     """
 
     def __init__(
@@ -104,18 +73,27 @@ class Promotion:
         bytes_per_second: float | None,
         protected: Protected,
         on_release: Callable[[], None],
+        members: Collection[int] = (),
+        token: str = "alone",
+        speaks: Callable[[str], bool] = lambda text: True,
     ) -> None:
+        self._members = frozenset(members)
+        self._token = token
+        self._speaks = speaks
+        tier.join(token)
+        self._has_begun = False  # whether the mirror is known to be this job's
         self.tier = tier
         self._is_first = is_first
         self._retention = retention
         self._overwrite = overwrite
         self._every = every
         self._throttle = Throttle(bytes_per_second)
+        self._slowest = min(bytes_per_second or math.inf, _SLOWEST_BYTES_PER_SECOND)
         self._protected = protected
         self._on_release = on_release
         self._changed = threading.Condition(fork_safe_lock())
         # Of these, the first may be under way.
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[PromotionJob] = deque()
         self._is_busy = False
         self._is_closing = False
         self._gives_up = False
@@ -133,29 +111,40 @@ class Promotion:
         self._last_step: int | None = None
         self._last_error = ""
 
-    def submit(self, step: int, path: Path, file: Path | None, *, final: bool) -> None:
+    def submit(
+        self,
+        step: int,
+        path: Path,
+        file: Path | None,
+        *,
+        final: bool,
+        frozen: tuple[Path, ...] = (),
+    ) -> None:
         """A checkpoint was committed locally. Called on all ranks.
 
         Args:
             path: its directory.
             file: the data file that this rank wrote; None if it wrote none.
             final: whether it is to be promoted whatever its step is.
+            frozen: this rank's files of frozen parts.
         """
         if (step % self._every and not final) or self._is_superseded:
             return
         metadata = b""
-        if self._is_first:
+        if self._is_first or self._members:
             metadata = (path / commit.metadata_name()).read_bytes()
-        elif file is None:
-            return  # this rank has nothing to do
+        elif file is None and not frozen and self._has_begun:
+            return  # this rank has nothing to do; the first time, it learns whose the mirror is
         protection = Protection(self._protected, step)
         with self._changed:
-            job = _Job(step, path, file, protection, final, self._branch, metadata)
+            job = PromotionJob(
+                step, path, file, protection, final, self._branch, metadata, frozen=frozen
+            )
             # A step that was saved again: the files of the first save are gone.
             for earlier in [one for one in self._waiting() if one.step == step]:
                 self._drop(earlier, "it was saved again", is_lost=False)
             self._jobs.append(job)
-            if self._is_first:
+            if job.metadata:
                 self._remember(job)
             droppable = [one for one in self._waiting() if not one.final]
             if len(self._waiting()) > _QUEUE_MAX and droppable:
@@ -178,10 +167,10 @@ class Promotion:
             for later in [one for one in self._waiting() if one.step > step]:
                 self._drop(later, f"training has gone back to step {step}", is_lost=False)
 
-    def _waiting(self) -> list[_Job]:
+    def _waiting(self) -> list[PromotionJob]:
         return list(self._jobs)[1 if self._is_busy else 0 :]
 
-    def _remember(self, job: _Job) -> None:
+    def _remember(self, job: PromotionJob) -> None:
         """Note which files a checkpoint has. Called with the lock held."""
         metadata = metadata_format.decode(job.metadata, path=job.path / commit.metadata_name())
         self._files.pop(job.step, None)
@@ -189,13 +178,14 @@ class Promotion:
         while len(self._files) > _REMEMBERED_MAX:
             del self._files[next(iter(self._files))]
 
-    def _drop(self, job: _Job, why: str, *, is_lost: bool = True) -> None:
+    def _drop(self, job: PromotionJob, why: str, *, is_lost: bool = True) -> None:
         """Called with the lock held."""
         self._jobs.remove(job)
         self._dropped += 1
         self._has_lost |= is_lost
         job.protection.release()
-        _logger.warning("step %d is not brought to %s: %s", job.step, self.tier, why)
+        with suppress(Exception):  # a program's handler of the log may raise
+            _logger.warning("step %d is not brought to %s: %s", job.step, self.tier, why)
 
     @property
     def statistics(self) -> MirrorStatistics:
@@ -256,8 +246,9 @@ class Promotion:
             try:
                 is_there, why = self._promote(job)
             except Exception as error:
-                _logger.exception("step %d is not brought to %s", job.step, self.tier)
                 is_there, why = False, str(error)
+                with suppress(Exception):
+                    _logger.exception("step %d is not brought to %s", job.step, self.tier)
             with self._changed:
                 self._is_busy = False
                 if is_there:
@@ -274,7 +265,7 @@ class Promotion:
                 self._changed.notify_all()
             self._on_release()
 
-    def _promote(self, job: _Job) -> tuple[bool, str]:
+    def _promote(self, job: PromotionJob) -> tuple[bool, str]:
         """Bring a checkpoint there; returns whether it is there, and why not."""
         delay = _FIRST_DELAY_SECONDS
         attempts = 0
@@ -283,17 +274,24 @@ class Promotion:
             try:
                 if attempts == 1 and not self._overwrite:
                     self._refuse_another(job)
+                self._check_job(job)
                 self._copy(job)
                 if self._is_first:
                     self._commit(job)
+                elif job.metadata:
+                    self._await(job, self._files_of(job, self._members))
                 return True, ""
             except Stopped as error:
                 return False, str(error)
             except Superseded as error:
-                self._is_superseded = True
+                with self._changed:
+                    self._is_superseded = True
+                    self._last_error = str(error)
+                    for later in self._waiting():
+                        self._drop(later, "another job writes there")
                 return False, str(error)
             except (OSError, PyckptError) as error:
-                if job.file is not None and not job.file.exists():
+                if not all(file.exists() for file in (job.file, *job.frozen) if file is not None):
                     return False, "its file was removed"
                 self._tell(job, error)
             until_newer = attempts >= _ATTEMPTS_MIN and not job.final
@@ -301,26 +299,58 @@ class Promotion:
                 return False, "newer ones wait, and it failed"
             delay = min(2 * delay, _LAST_DELAY_SECONDS)
 
-    def _tell(self, job: _Job, error: Exception) -> None:
+    def _tell(self, job: PromotionJob, error: Exception) -> None:
         with self._changed:
             is_new = str(error) != self._last_error
             self._failures += 1
             self._last_error = str(error)
-        # A store that is down says the same for hours.
-        level = logging.ERROR if is_new else logging.DEBUG
-        _logger.log(
-            level,
-            "step %d is not in %s yet, and this is tried again; saves go on: %s",
-            job.step,
-            self.tier,
-            error,
-        )
+            self._changed.notify_all()
+        # A store that is down says the same for hours, and to all ranks.
+        level = logging.ERROR if is_new and self._speaks(_without_path(error)) else logging.DEBUG
+        with suppress(Exception):
+            _logger.log(
+                level,
+                "step %d is not in %s yet, and this is tried again; saves go on: %s",
+                job.step,
+                self.tier,
+                error,
+            )
 
-    def _refuse_another(self, job: _Job) -> None:
+    def _refuse_another(self, job: PromotionJob) -> None:
         if commit.metadata_name() in self.tier.sizes(job.step):
             raise Stopped("a checkpoint of that step is there, and overwrite=False")
 
-    def _copy(self, job: _Job) -> None:
+    def _check_job(self, job: PromotionJob) -> None:
+        """Raise if another job has begun to write there since this one did. Rank 0 begins; the
+        other ranks wait until it has.
+
+        Raises:
+            Superseded: another job has.
+            Stopped: the program ends; or a newer checkpoint waits, and rank 0 does not begin.
+        """
+        if self._is_first:
+            self.tier.begin()
+            return
+        delay, since = _FIRST_POLL_SECONDS, time.monotonic()
+        while (holder := self.tier.holder()) not in (self._token, ""):
+            if self._has_begun and holder is not None:
+                raise Superseded(
+                    f"{self.tier}: another job has begun to write there since this one did, so "
+                    "this rank no longer does"
+                )
+            # Newer ones wait as soon as saves come fast, which says nothing of the first rank.
+            late = time.monotonic() - since > _GRACE_SECONDS
+            if self._pause(delay, until_newer=late and not job.final):
+                raise Stopped("the first rank has not begun to write there, and newer ones wait")
+            delay = min(2 * delay, _LAST_POLL_SECONDS)
+        self._has_begun = True
+
+    def _copy(self, job: PromotionJob) -> None:
+        for file in job.frozen:
+            size = file.stat().st_size
+            is_there = self.tier.sizes(job.step).get(file.name) == size
+            if not is_there and not self.tier.reuse(job.step, file.name, size):
+                self.tier.upload(job.step, file, self._passing)
         if job.file is None:
             return
         if self.tier.sizes(job.step).get(job.file.name) == job.file.stat().st_size:
@@ -332,10 +362,40 @@ class Promotion:
         with self._changed:
             self._bytes += count
 
-    def _commit(self, job: _Job) -> None:
+    def _commit(self, job: PromotionJob) -> None:
         """Commit a checkpoint once the files of all ranks are there."""
+        files = self._files_of(job)
+        self._await(job, files)
+        self.tier.commit(job.step, job.metadata, files.keys())
+        with self._changed:
+            if job.branch == self._branch:
+                self._promoted_steps.add(job.step)
+        try:
+            self.tier.prune(
+                self._retention,
+                committed=job.step,
+                coming=_Coming(self._coming),
+                passed=self._is_passed,
+            )
+        except (OSError, PyckptError) as error:
+            _logger.warning("%s was not pruned: %s", self.tier, error)
+
+    def _coming(self) -> set[int]:
+        with self._changed:
+            return {one.step for one in self._waiting()}
+
+    def _files_of(self, job: PromotionJob, ranks: Collection[int] | None = None) -> dict[str, int]:
+        """The data files of a checkpoint, or those that some ranks wrote, and the bytes of each."""
         metadata = metadata_format.decode(job.metadata, path=job.path / commit.metadata_name())
         files = metadata_format.data_files(metadata)
+        return {n: size for n, size in files.items() if ranks is None or commit.rank_of(n) in ranks}
+
+    def _await(self, job: PromotionJob, files: Mapping[str, int]) -> None:
+        """Wait until these files are there.
+
+        Raises:
+            Stopped: they will not be.
+        """
         delay = _FIRST_POLL_SECONDS
         missing: set[str] = set()
         since = time.monotonic()
@@ -343,34 +403,26 @@ class Promotion:
             sizes = self.tier.sizes(job.step)
             found = {name for name, size in files.items() if sizes.get(name) != size}
             if not found:
-                break
+                return
             if found != missing:
                 missing, since, delay = found, time.monotonic(), _FIRST_POLL_SECONDS
-            if time.monotonic() - since > _PATIENCE_SECONDS:
+            # What a rank has sent of a file is not seen before all of it is there.
+            largest = max(files[name] for name in missing)
+            patience = _PATIENCE_SECONDS + largest / self._slowest
+            if time.monotonic() - since > patience:
                 raise Stopped(f"other ranks have not brought {sorted(missing)[:3]} there")
             if self._is_abandoned(job, missing):
                 raise Stopped("a rank has given it up for a newer one")
             if self._pause(delay):
                 raise Stopped("the program ends")
             delay = min(2 * delay, _LAST_POLL_SECONDS)
-        self.tier.commit(job.step, job.metadata, files.keys())
-        with self._changed:
-            if job.branch == self._branch:
-                self._promoted_steps.add(job.step)
-            coming = {one.step for one in self._waiting()}
-        try:
-            self.tier.prune(
-                self._retention, committed=job.step, coming=coming, passed=self._is_passed
-            )
-        except (OSError, PyckptError) as error:
-            _logger.warning("%s was not pruned: %s", self.tier, error)
 
     def _is_passed(self, step: int) -> bool:
         """Whether training has gone back to before a checkpoint, and not saved its step again."""
         restored = self._restored
         return restored is not None and step > restored and step not in self._promoted_steps
 
-    def _is_abandoned(self, job: _Job, missing: set[str]) -> bool:
+    def _is_abandoned(self, job: PromotionJob, missing: set[str]) -> bool:
         """Whether a rank that lacks its file has brought that of a later checkpoint: it had to drop
         this one."""
         late = {name.rpartition("_")[0] for name in missing}
@@ -394,3 +446,26 @@ class Promotion:
             if seconds > 0 or self._gives_up:
                 self._changed.wait_for(ends, seconds)
             return ends()
+
+
+class _Coming(Collection[int]):
+    """The steps that wait, at each look: more may come while a removal goes on."""
+
+    def __init__(self, steps: Callable[[], set[int]]) -> None:
+        self._steps = steps
+
+    def __contains__(self, step: object) -> bool:
+        return step in self._steps()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._steps())
+
+    def __len__(self) -> int:
+        return len(self._steps())
+
+
+def _without_path(error: Exception) -> str:
+    """What went wrong, which ranks that wrote different files say alike."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{type(error).__name__} {error.errno} {error.strerror}"
+    return f"{type(error).__name__}: {error}"

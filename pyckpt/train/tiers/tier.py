@@ -12,10 +12,13 @@ from pyckpt.locks import fork_safe_lock
 from pyckpt.train.store.catalog import CheckpointInfo
 from pyckpt.train.store.retention import Retention
 
-__all__ = ["PIECE_BYTES", "Stopped", "Throttle", "Tier"]
+__all__ = ["PIECE_BYTES", "REUSE_STEPS", "Stopped", "Throttle", "Tier"]
 
 PIECE_BYTES = 8 << 20
 """An upload reads so much at a time; with few uploads at a time this bounds their memory."""
+
+REUSE_STEPS = 8
+"""In so many of the newest checkpoints there a tier looks for a file that it may use again."""
 
 
 class Stopped(PyckptError):
@@ -65,11 +68,35 @@ class Tier(Protocol):
     def place(self, step: int) -> Path | str:
         """Where a step's checkpoint is, or would be: what ``pyckpt.load`` takes."""
 
+    def join(self, token: str) -> None:
+        """Take the token by which the ranks of this job know each other. Call it before `begin`."""
+
+    def begin(self) -> None:
+        """Have this job be the one that writes there. The first time, end the right of others.
+
+        Raises:
+            Superseded: another job has begun to write there since.
+        """
+
+    def holder(self) -> str | None:
+        """The token of the job that was the last to begin; None if none has."""
+
     def upload(self, step: int, file: Path, passing: Callable[[int], None]) -> None:
         """Copy a data file there. Until all is copied, it has no such name there.
 
         Args:
             passing: called with a number of bytes, before these are copied. It may raise.
+        """
+
+    def reuse(self, step: int, name: str, size: int) -> bool:
+        """Have a data file there that another checkpoint there has, without an upload.
+
+        Args:
+            step: of the checkpoint that needs it.
+            name, size: of the file. A name stands for the same bytes in all checkpoints.
+
+        Returns:
+            Whether it could; False if no other has it, or what is there makes no copies of it.
         """
 
     def sizes(self, step: int) -> dict[str, int]:
