@@ -1,0 +1,146 @@
+"""The harness objects to defects that are planted, and to nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _ranks import Pipe, run_child
+
+from torture import kernel
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not kernel.supported(), reason="needs Linux on x86-64"),
+]
+
+
+def torn_commit(place: Path) -> None:
+    """The metadata is written where it is to be, and not beside it."""
+    from pyckpt.format import commit
+
+    def write(directory: Path, name: str, data: bytes, **_: Any) -> None:
+        path = directory / name
+        with open(path, "wb", buffering=0) as file:
+            file.write(data[: len(data) // 2])
+            file.write(data[len(data) // 2 :])
+
+    commit.commit_metadata = write  # type: ignore[assignment]
+
+
+def early_sweep(place: Path) -> None:
+    """The old data is removed before the new metadata has its place."""
+    from pyckpt.format import commit
+
+    real = commit.commit_metadata
+
+    def write(directory: Path, name: str, data: bytes, **options: Any) -> None:
+        commit.remove_unnamed(directory, set(), committed=name)
+        for path in directory.glob("*.distcp"):
+            if path.stat().st_ctime < (directory / ".metadata").stat().st_ctime:
+                path.unlink()
+        real(directory, name, data, **options)
+
+    commit.commit_metadata = write
+
+
+def false_success(place: Path) -> None:
+    """A commit that fails is said to have succeeded."""
+    from pyckpt.format import commit
+
+    real = commit.commit_metadata
+
+    def write(*args: Any, **options: Any) -> None:
+        with suppress(OSError):
+            real(*args, **options)
+
+    commit.commit_metadata = write
+
+
+def no_sweep(place: Path) -> None:
+    """Nothing is removed after a save."""
+    from pyckpt.format import commit
+
+    commit.remove_unnamed = lambda *args, **options: None
+    commit.begin_save = lambda *args, **options: None
+
+
+def no_sweep_of_earlier_jobs(place: Path) -> None:
+    """A job leaves what an earlier one left beside its checkpoints."""
+    from pyckpt.train.store import pruner
+
+    pruner.sweep = lambda *args, **options: None
+
+
+def judge(pipe: Pipe, place: Path, defect: Callable[[Path], None] | None, text: str) -> Any:
+    from torture.cases import Desk, case_of
+
+    desk = Desk(place)
+    try:
+        desk.run(case_of(text.partition("/")[0] + "/"))  # makes what the case begins with
+        if defect is not None:
+            defect(place)
+        verdict = desk.run(case_of(text))
+    finally:
+        desk.close()
+    return verdict.hit, verdict.objections
+
+
+RENAME = "0:rename:checkpoint/.metadata.ID.tmp:1"
+OVERWRITE = "overwrite@1/0:rename:run/step-00000001/.metadata.ID.tmp:1=kill"
+
+
+@pytest.mark.parametrize(
+    ("defect", "case", "objection"),
+    [
+        (torn_commit, "dcp-save@1/0:write:checkpoint/.metadata:2=kill", "checkpoint"),
+        (early_sweep, f"dcp-save@1/{RENAME}=kill", "checkpoint"),
+        (false_success, f"dcp-save@1/{RENAME}=error=EIO", "missing"),
+        (no_sweep, f"dcp-save@1/{RENAME}=kill", "stray"),
+        (no_sweep_of_earlier_jobs, OVERWRITE, "stray"),
+    ],
+)
+def test_a_planted_defect_is_seen(
+    defect: Callable[[Path], None], case: str, objection: str, tmp_path: Path
+) -> None:
+    hit, objections = run_child(judge, tmp_path, defect, case)
+    assert hit
+    assert any(objection in one for one in objections), objections
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        f"dcp-save@2/{RENAME}=kill",
+        f"dcp-save@2/{RENAME}=error=EIO",
+        OVERWRITE,
+        "dcp-save@2/1:pwrite64:checkpoint/__1_ID.distcp:1=short=0.5",
+        "dcp-save@2/1:pwrite64:checkpoint/__1_ID.distcp:1=error=ENOSPC;"
+        "0:fsync:checkpoint/__0_ID.distcp:1=error=EIO",
+        "load@2/1:pread64:checkpoint/__1_ID.distcp:1=error=EIO",
+    ],
+)
+def test_what_is_sound_passes(case: str, tmp_path: Path) -> None:
+    assert run_child(judge, tmp_path, None, case) == (True, [])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # Of the lock of a data file, after the commit.
+        "dcp-save@1/0:close:checkpoint/__0_ID.distcp:3=error=EIO",
+        "dcp-save@1/0:close:checkpoint:3=error=EIO",
+        # Of what an export that fails leaves.
+        "export@1/0:newfstatat:export/.pyckpt-export-ID:2=stays=EMFILE",
+        "restore@2/0:newfstatat:run/step-00000002/__0_ID.distcp:1=stays=EIO",
+    ],
+)
+def test_what_was_mended_stays_so(case: str, tmp_path: Path) -> None:
+    assert run_child(judge, tmp_path, None, case) == (True, [])
+
+
+def test_what_does_not_happen_is_not_counted(tmp_path: Path) -> None:
+    assert run_child(judge, tmp_path, None, "dcp-save@1/0:rename:nowhere:1=kill") == (False, [])

@@ -1,0 +1,38 @@
+"""Runs of the fuzzers add up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torture.fuzz.totals import added, next_seed, runs_in, totals
+
+
+def run(
+    seed: int, code: str = "c", *, seconds: float = 2.0, changed: bool = False
+) -> dict[str, Any]:
+    parsers = {"note": {"executions": 10, "cpu_seconds": seconds, "findings": ["a"]}}
+    return {"seed": seed, "code": code, "guided": False, "changed": changed, "parsers": parsers}
+
+
+def test_a_run_adds_to_those_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "fuzz.json"
+    assert runs_in(path) == []
+    path.write_text(json.dumps({"runs": added([run(1, "before")], run(2))}))
+    runs = runs_in(path)
+    assert [one["seed"] for one in runs] == [1, 2]
+    assert next_seed(runs) == 3
+    assert totals(runs) == {
+        "note": {"executions": 20, "cpu_seconds": 4.0, "by_this_code": 2.0, "findings": 2}
+    }
+
+
+def test_the_same_inputs_count_once() -> None:
+    runs = added([run(1), run(2)], run(1, seconds=5.0))
+    assert [one["seed"] for one in runs] == [2, 1]
+    assert totals(runs)["note"]["cpu_seconds"] == 7.0
+
+
+def test_what_ran_with_changes_is_of_no_code() -> None:
+    assert totals([run(1, changed=True), run(2)])["note"]["by_this_code"] == 2.0

@@ -1,0 +1,339 @@
+"""Every system call of what pyckpt does, killed at it, failed at it, delayed; alone and in pairs.
+
+::
+
+    python -m torture.faults [--cases N] [--pairs N] [--seed N] [--workers N] [--output FILE]
+    python -m torture.faults --case 'dcp-save@2/1:fsync:checkpoint/__1_ID.distcp:1=error=EIO'
+
+A case runs one scenario (`torture.scenarios`) with one fault, or two. It counts only if all of its
+faults happened. Afterwards the directory must hold the old checkpoint or the new one, whole, as
+pyckpt reads it and as PyTorch alone does; what the ranks were told must be true and the same; what
+comes next must succeed; and nothing may be left over. Exits 1 if there is anything to object to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import gc
+import json
+import os
+import random
+import select
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torture import results
+from torture.cases import BOUND_S, Case, Desk, Verdict, case_of
+from torture.scenarios import SCENARIOS
+from torture.supervisor import Fault, Key, Planned
+
+__all__ = ["faults_of", "main"]
+
+_ERRORS = ("EIO", "ENOSPC", "EINTR", "EDQUOT", "EAGAIN", "EMFILE", "ENOMEM")
+_OF_CLOSE = ("EIO", "ENOSPC", "EINTR", "EDQUOT")
+_OF_MEMORY = ("EAGAIN", "ENOMEM")
+_TRANSFERS = ("read", "write", "pread64", "pwrite64")
+_LATER_MAX = 12  # how many calls after the first fault the second one comes, at most
+_SILENT_S = 10 * BOUND_S  # a case has fewer phases; a worker that is silent for longer hangs
+
+Profile = Mapping[tuple[str, int], Sequence[Key]]
+
+
+def faults_of(name: str) -> list[Fault]:
+    """What may happen to a call of this name."""
+    errors: Sequence[str] = _ERRORS
+    if name == "close":
+        errors = _OF_CLOSE
+    elif name in ("clone", "clone3", "mmap"):
+        errors = _OF_MEMORY
+    faults = [Fault("kill"), *(Fault("error", getattr(errno, error)) for error in errors)]
+    if name not in ("close", "clone", "clone3", "mmap"):
+        faults += [Fault("stays", getattr(errno, error)) for error in errors if error != "EINTR"]
+    if name in _TRANSFERS:
+        faults += [Fault("short", 0), Fault("short", 0.5)]
+    return [*faults, Fault("delay", 0.25)]
+
+
+def singles(profile: Profile, rng: random.Random) -> Iterator[Case]:
+    """Every fault at every call, in random order; then again, with longer delays."""
+    everything = [
+        (name, size, key, fault)
+        for (name, size), keys in profile.items()
+        for key in keys
+        for fault in faults_of(key.name)
+        # Most calls are those of four ranks, which do what two do, for twice the time.
+        if size < 4 or rng.random() < 0.4
+    ]
+    while True:
+        rng.shuffle(everything)
+        for name, size, key, fault in everything:
+            if fault.kind == "delay":
+                fault = Fault(
+                    "delay", round(rng.uniform(0.05, 3), 2) if rng.random() < 0.2 else 0.25
+                )
+            yield Case(name, size, [Planned(fault, key)])
+
+
+def pairs(profile: Profile, rng: random.Random) -> Iterator[Case]:
+    """A fault anywhere, and a second one at a call soon after it, or anywhere, on any rank."""
+    combinations = [one for one in profile for _ in range(4 // one[1])]
+    while True:
+        name, size = rng.choice(combinations)
+        keys = profile[name, size]
+        at = rng.randrange(len(keys))
+        fault = rng.choice(faults_of(keys[at].name))
+        first = Planned(fault, keys[at])
+        rank = rng.randrange(size)
+        if fault.kind == "kill" and rank == keys[at].rank:
+            if size == 1:
+                continue  # there is nobody left to whom a second could happen
+            rank = (rank + 1) % size
+        if rng.random() < 0.6 or at + 1 == len(keys):
+            # Whatever comes next, so mostly the same kinds of calls for all.
+            later = 1 + int(rng.random() ** 2 * _LATER_MAX)
+            kind = rng.choice(["kill", "error", "error", "error", "stays", "delay"])
+            value = float(getattr(errno, rng.choice(_ERRORS)))
+            second = Fault(kind, {"kill": 0.0, "delay": 0.25}.get(kind, value))
+            yield Case(name, size, [first, Planned(second, after=(rank, later))])
+        else:
+            keys = [key for key in keys[at + 1 :] if key.rank == rank]
+            if keys:
+                key = rng.choice(keys)
+                yield Case(name, size, [first, Planned(rng.choice(faults_of(key.name)), key)])
+
+
+def profile_of(desk: Desk, names: Sequence[str], sizes: Sequence[int]) -> Profile:
+    """The calls of undisturbed runs."""
+    return {
+        (name, size): desk.calls(SCENARIOS[name], size)
+        for name in names
+        for size in SCENARIOS[name].sizes
+        if size in sizes
+    }
+
+
+def _work(place: Path, cases: Iterator[Case], target: int, until: float, pipe: int) -> None:
+    """Run cases until so many have happened, or time is up; write a line of JSON for each."""
+    desk = Desk(place)
+    verified = 0
+    try:
+        for case in cases:
+            if verified >= target or time.monotonic() > until:
+                break
+            try:
+                verdict = desk.run(case)
+            except Exception as error:
+                verdict = Verdict(True, [f"the harness failed: {error!r}"])
+            verified += verdict.hit
+            line = {
+                "case": str(case),
+                "hit": verdict.hit,
+                "outcome": verdict.outcome,
+                "seconds": round(verdict.seconds, 3),
+                "objections": verdict.objections,
+            }
+            if verdict.objections:
+                line["hits"], line["said"] = verdict.hits, repr(verdict.said)
+            os.write(pipe, json.dumps(line).encode() + b"\n")
+    finally:
+        desk.close()
+
+
+class Tally:
+    """What became of all cases of a kind."""
+
+    def __init__(self) -> None:
+        self.run = self.verified = 0
+        self.outcomes: Counter[str] = Counter()
+        self.scenarios: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
+        self.deviations: list[dict[str, Any]] = []
+        self.slowest = 0.0
+
+    def add(self, line: dict[str, Any]) -> None:
+        self.run += 1
+        if not line["hit"]:
+            return
+        self.verified += 1
+        case = case_of(line["case"])
+        self.outcomes[line["outcome"]] += 1
+        self.scenarios[f"{case.scenario}@{case.size}"] += 1
+        for planned in case.plan:
+            self.faults[str(planned.fault) if planned.fault.kind != "delay" else "delay"] += 1
+            if planned.key is not None:
+                self.calls[planned.key.name] += 1
+        self.slowest = max(self.slowest, line["seconds"])
+        if line["objections"]:
+            self.deviations.append(line)
+
+    def content(self) -> dict[str, Any]:
+        return {
+            "run": self.run,
+            "verified": self.verified,
+            "deviations": len(self.deviations),
+            "slowest_seconds": self.slowest,
+            "outcomes": dict(self.outcomes.most_common()),
+            "scenarios": dict(sorted(self.scenarios.items())),
+            "calls": dict(self.calls.most_common()),
+            "faults": dict(self.faults.most_common()),
+        }
+
+
+def _share(
+    profile: Profile, make: Any, seed: int, count: int, workers: int, until: float, place: Path
+) -> Tally:
+    """Run cases in several processes, each its share of one sequence that the seed decides."""
+    tally = Tally()
+    pipes: dict[int, tuple[int, bytes]] = {}
+    for worker in range(workers):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                os.close(reader)
+                everything = make(profile, random.Random(seed))
+                mine = (case for n, case in enumerate(everything) if n % workers == worker)
+                target = count // workers + (worker < count % workers)
+                _work(place / str(worker), mine, target, until, writer)
+            except BaseException as error:
+                print(f"a worker failed: {error!r}", file=sys.stderr, flush=True)
+            finally:
+                os._exit(0)
+        os.close(writer)
+        pipes[reader] = (pid, b"")
+    told = time.monotonic()
+    heard = dict.fromkeys(pipes, told)
+    while pipes:
+        ready = select.select(list(pipes), [], [], BOUND_S)[0]
+        for reader, (pid, _) in pipes.items():
+            if reader not in ready and time.monotonic() - heard[reader] > _SILENT_S:
+                os.kill(pid, signal.SIGKILL)  # its ranks go with it
+                tally.deviations.append({"case": "?", "objections": ["a worker hung"]})
+                heard[reader] = time.monotonic()
+        for reader in ready:
+            pid, rest = pipes[reader]
+            heard[reader] = time.monotonic()
+            data = os.read(reader, 1 << 16)
+            if not data:
+                os.waitpid(pid, 0)
+                os.close(reader)
+                del pipes[reader]
+                continue
+            *lines, rest = (rest + data).split(b"\n")
+            pipes[reader] = (pid, rest)
+            for line in lines:
+                found = json.loads(line)
+                tally.add(found)
+                if found["hit"] and found["objections"]:
+                    print(f"{found['case']}\n    {found['objections']}", flush=True)
+        if time.monotonic() - told > 15:
+            told = time.monotonic()
+            print(
+                f"{make.__name__}: {tally.verified} of {count} verified, {tally.run} run, "
+                f"{len(tally.deviations)} deviations",
+                flush=True,
+            )
+    return tally
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cases", type=int, default=10_000, help="verified single faults")
+    parser.add_argument("--pairs", type=int, help="verified pairs; by default as many")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=24 * 60.0,
+        help="the most to take, in all, once the calls are known",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--scenarios", nargs="*", default=list(SCENARIOS), choices=SCENARIOS)
+    parser.add_argument("--sizes", nargs="*", type=int, default=[1, 2, 4])
+    parser.add_argument("--case", action="append", help="run this case alone; may be repeated")
+    parser.add_argument("--place", type=Path, default=Path("/dev/shm"), help="where files are")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    gc.freeze()  # children would copy what they collect
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    place = options.place / f"pyckpt-torture-{os.getpid()}"
+    try:
+        if options.case:
+            return _alone(place, [case_of(text) for text in options.case])
+        desk = Desk(place / "profile")
+        try:
+            profile = profile_of(desk, options.scenarios, options.sizes)
+        finally:
+            desk.close()
+        begun = time.monotonic()
+        until = begun + 60 * options.minutes
+        count_of_pairs = options.cases if options.pairs is None else options.pairs
+        both = {}
+        for make, count, seed, share in (
+            (singles, options.cases, options.seed, 0.5),
+            (pairs, count_of_pairs, options.seed + 1, 1.0),
+        ):
+            end = begun + share * (until - begun)
+            both[make.__name__] = _share(profile, make, seed, count, options.workers, end, place)
+    finally:
+        with suppress(OSError):
+            os.rmdir(place)
+    deviations = [line for tally in both.values() for line in tally.deviations]
+    content = {
+        "seed": options.seed,
+        "seconds": round(time.monotonic() - begun),
+        "cpu_seconds": round(sum(os.times()[:4])),
+        "bound_seconds": BOUND_S,
+        "profiled_calls": sum(map(len, profile.values())),
+        **{name: tally.content() for name, tally in both.items()},
+        "deviations": deviations,
+    }
+    path = results.write("faults", content, options.output)
+    for name, tally in both.items():
+        print(
+            f"{name}: {tally.verified} verified of {tally.run} run, "
+            f"{len(tally.deviations)} deviations"
+        )
+    print(path)
+    counts = {"singles": options.cases, "pairs": count_of_pairs}
+    late = time.monotonic() >= begun + 30 * options.minutes  # the singles have half of the time
+    for name, tally in both.items():
+        if tally.verified < (min(1, counts[name]) if late else counts[name]):
+            print(f"{name}: only {tally.verified} verified", file=sys.stderr)
+            return 1
+    return 1 if deviations else 0
+
+
+def _alone(place: Path, cases: Sequence[Case]) -> int:
+    """Run cases, and tell all about each."""
+    desk = Desk(place)
+    found = 0
+    try:
+        for case in cases:
+            verdict = desk.run(case)
+            print(case)
+            print("  happened:", *verdict.hits, sep="\n    ")
+            for rank, said in enumerate(verdict.said):
+                print(f"  rank {rank} was told: {said}")
+            print(*(f"  OBJECTION: {one}" for one in verdict.objections or ["none"]), sep="\n")
+            found += bool(verdict.objections) or not verdict.hit
+    finally:
+        desk.close()
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
