@@ -24,11 +24,11 @@ OURS: Final = "pyckpt"
 
 Way = Literal["the framework's own", "pyckpt"]
 
-# Steps of a job: some at the beginning, until all memory is there; then quiet ones; then, after a
-# save, those that count as touched by it, and quiet ones again.
+# Steps of a job: some at the beginning, until all memory is there; then others, in which the first
+# save may be prepared; then, after a save, those that count as touched by it, and quiet ones.
 WARM = 2
 TOUCHED = 3
-QUIET = 2
+QUIET = 5
 PERIOD = TOUCHED + QUIET
 SAVES = 3
 LAST = SAVES * PERIOD
