@@ -50,7 +50,10 @@ def serving(bucket: str, *, latency: float = 0.0, errors: float = 0.0) -> Iterat
     )
     try:
         assert process.stdout is not None
-        address = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        port = process.stdout.readline()
+        if not port:
+            raise SystemExit('the S3 server did not start; it needs: pip install "moto[server]"')
+        address = f"http://127.0.0.1:{int(port)}"
         settings = {
             "AWS_ACCESS_KEY_ID": "benchmark",
             "AWS_SECRET_ACCESS_KEY": "benchmark",
