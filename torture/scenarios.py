@@ -47,8 +47,9 @@ for _name in (
     "torch.distributed.checkpoint.state_dict",
 ):
     importlib.import_module(_name)
-for _module in pkgutil.walk_packages(pyckpt.__path__, "pyckpt."):
-    if _module.name.startswith(("pyckpt.dcp.", "pyckpt.optim", "pyckpt.train.")):
+for _package in ("pyckpt.dcp", "pyckpt.optim", "pyckpt.train"):
+    _path = importlib.import_module(_package).__path__
+    for _module in pkgutil.walk_packages(_path, f"{_package}."):
         with suppress(ImportError):  # bucket, without its library
             importlib.import_module(_module.name)
 
