@@ -125,27 +125,27 @@ fuzz: $(BIN)/.built $(BIN)/.group-test
 
 # The results are torture/results/*.json. CASES is a number of single faults, and of pairs.
 CASES ?= 10000
-SEED ?= 0
+SEEDED = $(if $(SEED),--seed $(SEED))
 torture: $(BIN)/.built $(BIN)/.group-test
-	$(BIN)/python -m torture.faults --cases $(CASES) --seed $(SEED)
+	$(BIN)/python -m torture.faults --cases $(CASES) $(SEEDED)
 
 # What a change must pass: some of all of them, two at a time. ONLY='faults soak' takes these.
 torture-samples: $(BIN)/.built $(BIN)/.group-test
-	$(BIN)/python -m torture.samples --seed $(SEED) $(if $(ONLY),--only $(ONLY))
+	$(BIN)/python -m torture.samples $(SEEDED) $(if $(ONLY),--only $(ONLY))
 
 # MINUTES=1 takes a sample of the states.
 torture-power: $(BIN)/.built $(BIN)/.group-test
 	$(BIN)/python -m torture.power $(if $(MINUTES),--minutes $(MINUTES) --output build/power.json)
 
 soak: $(BIN)/.built $(BIN)/.group-docs
-	$(BIN)/python -m torture.soak --saves $(or $(SAVES),20000) --seed $(SEED)
+	$(BIN)/python -m torture.soak --saves $(or $(SAVES),20000) $(SEEDED)
 	$(BIN)/python scripts/soak_plot.py
 
 restarts: $(BIN)/.built $(BIN)/.group-test
-	$(BIN)/python -m torture.restarts --kills $(or $(KILLS),100) --seed $(SEED)
+	$(BIN)/python -m torture.restarts --kills $(or $(KILLS),100) $(SEEDED)
 
 torture-concurrency: $(BIN)/.built
-	$(BIN)/python -m torture.concurrency --minutes $(or $(MINUTES),10) --seed $(SEED)
+	$(BIN)/python -m torture.concurrency --minutes $(or $(MINUTES),10) $(SEEDED)
 
 package: $(BIN)/.built
 	PYTHON="$(BIN)/python" bash scripts/check_package.sh

@@ -156,8 +156,8 @@ def measure_save(report: Report, options: Options) -> None:
     )
     share = report.ratio("save", names[3], names[0])
     report.note(
-        f"saving the adapters alone takes {share or math.nan:.2f} of saving everything; the rest of "
-        "what a linking save takes is the hash of the base, or the look at its pages"
+        f"saving the adapters alone takes {share or math.nan:.2f} of saving everything; the rest "
+        "of what a linking save takes is the hash of the base, or the look at its pages"
     )
     for name in names[1:3]:
         report.target(

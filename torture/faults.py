@@ -9,6 +9,7 @@ A case runs one scenario (`torture.scenarios`) with one fault, or two. It counts
 faults happened. Afterwards the directory must hold the old checkpoint or the new one, whole, as
 pyckpt reads it and as PyTorch alone does; what the ranks were told must be true and the same; what
 comes next must succeed; and nothing may be left over. Exits 1 if there is anything to object to.
+The result adds up: a run adds itself to those that are in the file.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 
 from torture import results
+from torture.adding_up import added, code, next_seed, runs_in, summed
 from torture.cases import BOUND_S, Case, Desk, Verdict, case_of
 from torture.scenarios import SCENARIOS
 from torture.supervisor import Fault, Key, Planned
@@ -43,6 +45,8 @@ _OF_CLOSE = ("EIO", "ENOSPC", "EINTR", "EDQUOT")
 _OF_MEMORY = ("EAGAIN", "ENOMEM")
 _TRANSFERS = ("read", "write", "pread64", "pwrite64")
 _LATER_MAX = 12  # how many calls after the first fault the second one comes, at most
+_SHARE_OF_FOUR = 0.15
+_CODE = ("pyckpt", "csrc", "torture")  # what is tried, and what tries it
 _SILENT_S = 10 * BOUND_S  # a case has fewer phases; a worker that is silent for longer hangs
 
 Profile = Mapping[tuple[str, int], Sequence[Key]]
@@ -71,7 +75,7 @@ def singles(profile: Profile, rng: random.Random) -> Iterator[Case]:
         for key in keys
         for fault in faults_of(key.name)
         # Most calls are those of four ranks, which do what two do, for twice the time.
-        if size < 4 or rng.random() < 0.4
+        if size < 4 or rng.random() < _SHARE_OF_FOUR
     ]
     while True:
         rng.shuffle(everything)
@@ -181,7 +185,6 @@ class Tally:
             "run": self.run,
             "verified": self.verified,
             "deviations": len(self.deviations),
-            "slowest_seconds": self.slowest,
             "outcomes": dict(self.outcomes.most_common()),
             "scenarios": dict(sorted(self.scenarios.items())),
             "calls": dict(self.calls.most_common()),
@@ -258,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=24 * 60.0,
         help="the most to take, in all, once the calls are known",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="by default one that no run in the file had")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--scenarios", nargs="*", default=list(SCENARIOS), choices=SCENARIOS)
     parser.add_argument("--sizes", nargs="*", type=int, default=[1, 2, 4])
@@ -266,6 +269,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--place", type=Path, default=Path("/dev/shm"), help="where files are")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
+    earlier = runs_in(options.output or results.RESULTS / "faults.json")
+    if options.seed is None:
+        options.seed = next_seed(earlier)
     torch.set_num_threads(1)
     gc.freeze()  # children would copy what they collect
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -292,14 +298,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with suppress(OSError):
             os.rmdir(place)
     deviations = [line for tally in both.values() for line in tally.deviations]
-    content = {
+    run = {
+        **{key: results.head()[key] for key in ("date", "commit", "changed")},
+        "code": code(*_CODE),
         "seed": options.seed,
         "seconds": round(time.monotonic() - begun),
+        "slowest_seconds": max(tally.slowest for tally in both.values()),
         "cpu_seconds": round(sum(os.times()[:4])),
-        "bound_seconds": BOUND_S,
         "profiled_calls": sum(map(len, profile.values())),
         **{name: tally.content() for name, tally in both.items()},
         "deviations": deviations,
+    }
+    runs = added(earlier, run)
+    content = {
+        "bound_seconds": BOUND_S,
+        **{name: summed([one[name] for one in runs]) for name in both},
+        "by_this_code": {
+            name: sum(
+                one[name]["verified"]
+                for one in runs
+                if one["code"] == run["code"] and not one["changed"]
+            )
+            for name in both
+        },
+        "runs": runs,
     }
     path = results.write("faults", content, options.output)
     for name, tally in both.items():

@@ -110,8 +110,9 @@ class Destination(Protocol):
         *,
         check: Callable[[], None],
         before_rename: Callable[[], None],
-    ) -> None:
-        """Make the save count, and remove the files that no longer do.
+    ) -> bool:
+        """Make the save count, and remove the files that no longer do. Returns whether these are
+        gone.
 
         Args:
             data: the bytes of the ``.metadata`` file.

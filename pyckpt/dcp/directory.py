@@ -171,14 +171,14 @@ class Directory:
         *,
         check: Callable[[], None],
         before_rename: Callable[[], None],
-    ) -> None:
+    ) -> bool:
         with _commit_lock, self.turn(), named("commit", len(data)):
             check()
             name = self.metadata_name
             commit.commit_metadata(
                 self.path, name, data, sync=self.sync, before_rename=before_rename
             )
-            commit.remove_unnamed(
+            return commit.remove_unnamed(
                 self.path,
                 files | self._unfinished_names(),
                 committed=name,

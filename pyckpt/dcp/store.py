@@ -139,7 +139,7 @@ class Store:
         *,
         check: Callable[[], None],
         before_rename: Callable[[], None],
-    ) -> None:
+    ) -> bool:
         with named("commit", len(data)):
             check()
             before_rename()
@@ -152,10 +152,11 @@ class Store:
                     "not; let one job at a time save to one address",
                     self._objects.path(self.metadata_name),
                 ) from error
-            self._sweep(files)
+            return self._sweep(files)
 
-    def _sweep(self, files: set[str]) -> None:
-        """Remove what was there before the commit, and is of no checkpoint now. Does not raise."""
+    def _sweep(self, files: set[str]) -> bool:
+        """Remove what was there before the commit, and is of no checkpoint now. Returns whether it
+        is gone; does not raise."""
         try:
             going = {name for name in self._listed if commit.is_data_file(name, self._own_rank)}
             going -= files
@@ -170,6 +171,8 @@ class Store:
             _logger.warning(
                 "%s: what earlier saves left was not removed, or not all of it: %s", self, error
             )
+            return False
+        return True
 
     def _named_by(self, name: str) -> set[str]:
         found = self._objects.read(name)

@@ -414,10 +414,10 @@ class DirectWriter(StorageWriter):
         if plan is not None:
             refer_to_file(metadata, f"{self.path}/{destination.metadata_name}")
 
-    def _commit(self, data: bytes, files: set[str], check: Callable[[], None]) -> None:
+    def _commit(self, data: bytes, files: set[str], check: Callable[[], None]) -> bool:
         """Make a save count; see `Destination.commit`."""
         assert self._destination is not None
-        self._destination.commit(data, files, check=check, before_rename=self._before_commit)
+        return self._destination.commit(data, files, check=check, before_rename=self._before_commit)
 
     @property
     def _prepares_directory(self) -> bool:

@@ -299,24 +299,26 @@ def remove_parts(directory: Path, keep: str) -> None:
 
 def remove_unnamed(
     directory: Path, named: set[str], *, committed: str, rank: int | None = None
-) -> None:
+) -> bool:
     """Remove the data files, of one rank or of all, that no metadata in the directory names, the
     mark of a first save, and the metadata of a removal that was interrupted.
 
     Call it right after a commit: ``committed`` is the metadata's name, and ``named`` what that
     metadata names. A file that cannot be removed is logged and stays: it takes room, but it cannot
-    be mistaken for a part of the checkpoint.
+    be mistaken for a part of the checkpoint. Returns whether all of them are gone.
     """
     try:
         names = os.listdir(directory)
         unnamed = {name for name in names if is_data_file(name, rank)} - named
         unnamed = {name for name in unnamed if not is_claimed(directory / name)}
-        _remove(directory, unnamed, {*filter(_METADATA_FILE.fullmatch, names)} - {committed})
+        others = {*filter(_METADATA_FILE.fullmatch, names)} - {committed}
+        is_gone = _remove(directory, unnamed, others)
         notes = {name for name in names if _is_note(name)}
-        _unlink(directory, notes if rank is None else notes & {mark_name(rank)})
-        _unlink(directory, {name for name in names if _is_temporary(name, rank)})
+        is_gone &= _unlink(directory, notes if rank is None else notes & {mark_name(rank)})
+        return _unlink(directory, {name for name in names if _is_temporary(name, rank)}) and is_gone
     except (OSError, PyckptError) as error:
         _logger.warning("%s: files of earlier saves were not looked for: %s", directory, error)
+        return False
 
 
 def has_remains(directory: Path) -> bool:
@@ -352,10 +354,11 @@ def remove_remains(directory: Path, *, sync: bool) -> None:
     if metadata_name() not in metadata:
         return
     data = {name for name in names if _OWN_DATA_FILE.fullmatch(name)}
-    _sweep(
-        directory, {name for name in data if not is_claimed(directory / name)}, metadata, sync=sync
-    )
-    _unlink(directory, {name for name in names if _is_note(name) or _TEMPORARY.fullmatch(name)})
+    data = {name for name in data if not is_claimed(directory / name)}
+    # A mark must not go before the metadata is known to be durable: after a power failure there
+    # would be a checkpoint that has lost its metadata.
+    if _sweep(directory, data, metadata, sync=sync):
+        _unlink(directory, {name for name in names if _is_note(name) or _TEMPORARY.fullmatch(name)})
 
 
 def begin_save(directory: Path, keep: set[str], *, sync: bool, rank: int | None = None) -> None:
@@ -438,33 +441,41 @@ def remove_failed(directory: Path, files: set[str], *, sync: bool) -> None:
         _logger.warning("%s: what a failed save left was not removed: %s", directory, error)
 
 
-def _sweep(directory: Path, names: set[str], metadata: set[str], *, sync: bool) -> None:
+def _sweep(directory: Path, names: set[str], metadata: set[str], *, sync: bool) -> bool:
     """`_remove`, beside metadata that another process may have put there and not made durable: the
-    old metadata, which may come back, must find its data. Does not raise."""
+    old metadata, which may come back, must find its data. Returns whether it could look; does not
+    raise."""
     try:
         if sync and names and metadata:
             sync_directory(directory)
         _remove(directory, names, metadata)
     except (OSError, PyckptError) as error:
         _logger.warning("%s: files of earlier saves were not looked for: %s", directory, error)
+        return False
+    return True
 
 
-def _remove(directory: Path, names: set[str], metadata: set[str]) -> None:
-    """Remove those of the data files that none of the metadata files names."""
+def _remove(directory: Path, names: set[str], metadata: set[str]) -> bool:
+    """Remove those of the data files that none of the metadata files names. Returns whether they
+    are gone."""
     if names:
         for name in metadata:
             names -= metadata_format.data_files(metadata_format.read(directory / name)).keys()
-    _unlink(directory, names)
+    return _unlink(directory, names)
 
 
-def _unlink(directory: Path, names: set[str]) -> None:
+def _unlink(directory: Path, names: set[str]) -> bool:
+    """Returns whether they are gone."""
+    is_gone = True
     for name in names:
         try:
             os.unlink(directory / name)
         except FileNotFoundError:
             pass
         except OSError as error:
+            is_gone = False
             _logger.warning("%s: a file of an earlier save was not removed: %s", directory, error)
+    return is_gone
 
 
 def is_part(name: str) -> bool:

@@ -242,6 +242,8 @@ class ReportingWriter(DirectWriter):
         self.described: tuple[bytes, set[str]] | None = None
         """On the rank that coordinates: the bytes of ``.metadata`` that are to be committed on each
         node, and the names of the data files."""
+        self.is_swept = True
+        """Whether what this save has replaced is gone; False only on the rank that commits."""
         self._frozen = frozen
         self._number = number - 1
         self._fence = fence
@@ -295,11 +297,12 @@ class ReportingWriter(DirectWriter):
     def _prepares_directory(self) -> bool:
         return super()._prepares_directory if self._first_of_node is None else self._first_of_node
 
-    def _commit(self, data: bytes, files: set[str], check: Callable[[], None]) -> None:
+    def _commit(self, data: bytes, files: set[str], check: Callable[[], None]) -> bool:
         if self._first_of_node is None:
-            super()._commit(data, files, check)
+            self.is_swept = super()._commit(data, files, check)
         else:
             self.described = data, files
+        return self.is_swept
 
     def _before_sweep(self) -> None:
         self._fenced.enter_context(self._fence.held())

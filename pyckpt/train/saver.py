@@ -102,8 +102,8 @@ class Saver:
         self._stager = PinnedStager(engine=engine)
         self._thread = self._new_thread()
         self._overwrite = True  # the argument of the save that was started last
-        # Directories of saves that failed, and the data files that they may have left there; kept
-        # by the rank that commits.
+        # Directories of saves that failed, and the data files that they may have left there; and of
+        # saves that could not remove what they replaced. Kept by the rank that commits.
         self._remains: dict[Path, set[str]] = {}
         self._told = 0  # number of the last failed save whose error was raised
         self._failure: BaseException | None = None
@@ -362,15 +362,24 @@ class Saver:
                 done.set_exception(failure)
 
     def _remove_remains(self, begun: Path | None = None) -> None:
-        """Remove the files that this Checkpointer's failed saves left, to make room on a full disk.
-        Called at the end, and before a save writes, whose own directory (``begun``) was swept
-        already."""
+        """Remove the files that this Checkpointer's failed saves left, to make room on a full disk,
+        and what committed ones could not remove. Called at the end, and before a save writes, whose
+        own directory (``begun``) was swept already. Does not raise."""
         while self._remains:
             path, files = self._remains.popitem()
             if self._nodes is not None:
                 files = self._nodes.remains(path)
-            if path != begun:
-                commit.remove_failed(path, files, sync=True)
+            if path == begun:
+                continue
+            commit.remove_failed(path, files, sync=True)
+            if self._nodes is None:  # which may be about to commit what metadata does not name yet
+                try:
+                    # Of a checkpoint: the save may have failed after its commit.
+                    commit.remove_remains(path, sync=True)
+                except FileNotFoundError:
+                    pass  # there is nothing
+                except OSError as error:
+                    _logger.warning("%s was not swept: %s", path, error)
 
     def _written(self, handle: SaveHandle) -> None:
         handle.reached("staged")
@@ -402,6 +411,8 @@ class Saver:
         try:
             if self._frozen is not None and self._frozen_save is not None:
                 self._frozen.committed(handle.path, self._frozen_save)
+            if self._current is not None and not self._current.is_swept:
+                self._remains.setdefault(handle.path, set())
             self._written(handle)  # a rank that had nothing to write has not reported it
             handle.mark("committed")
             self._on_commit(handle)

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torture.fuzz.totals import added, next_seed, runs_in, totals
+from torture.adding_up import added, next_seed, runs_in, summed
+from torture.fuzz.totals import totals
 
 
 def run(
@@ -36,3 +37,16 @@ def test_the_same_inputs_count_once() -> None:
 
 def test_what_ran_with_changes_is_of_no_code() -> None:
     assert totals([run(1, changed=True), run(2)])["note"]["by_this_code"] == 2.0
+
+
+def test_another_kind_of_run_of_the_same_seed_counts_too() -> None:
+    guided = {**run(1), "guided": True}
+    assert len(added([run(1)], guided, ("seed", "code", "guided"))) == 2
+    assert len(added([run(1)], guided)) == 1
+
+
+def test_numbers_add_up_key_by_key() -> None:
+    one = {"verified": 3, "faults": {"kill": 2, "delay": 1}}
+    two = {"verified": 4, "faults": {"delay": 2, "short": 1}}
+    assert summed([one, two]) == {"verified": 7, "faults": {"delay": 3, "kill": 2, "short": 1}}
+    assert summed([]) == {}

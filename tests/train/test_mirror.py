@@ -73,6 +73,30 @@ def test_checkpoints_come_to_the_mirror_and_the_oldest_go(tmp_path, mirror):
     assert not statistics.queued
 
 
+@pytest.mark.parametrize("failures", [1, 1000])
+def test_metadata_that_cannot_be_read_is_read_later(tmp_path, monkeypatch, caplog, failures):
+    """Without it rank 0 does not know what to bring there, and must not say that it is there."""
+    read = Path.read_bytes
+    left = iter(range(failures))
+
+    def fails(path: Path) -> bytes:
+        if path.name == ".metadata" and next(left, None) is not None:
+            raise OSError(5, "Input/output error", str(path))
+        return read(path)
+
+    with pyckpt.Checkpointer(
+        tmp_path / "run", mirror=tmp_path / "mirror", mirror_wait=0.0
+    ) as checkpointer:
+        monkeypatch.setattr(Path, "read_bytes", fails)
+        checkpointer.save(1, state_of(1)).wait()
+        is_there = checkpointer.wait_mirrored(60 if failures == 1 else 0.1)
+        monkeypatch.setattr(Path, "read_bytes", read)
+    assert is_there == (failures == 1)
+    if failures == 1:
+        assert there(tmp_path) == ["step-00000001"]
+        assert "Input/output error" not in checkpointer.statistics.mirror.last_error
+
+
 def test_without_the_local_directory_it_restores_from_the_mirror(tmp_path, mirror):
     with pyckpt.Checkpointer(tmp_path / "run", mirror=mirror) as checkpointer:
         checkpointer.save(5, state_of(5))

@@ -383,6 +383,87 @@ def test_a_sweep_that_was_interrupted_is_made_up_for(where: str, tmp_path: Path)
     assert states(tmp_path / where) == {1: "valid", 2: "valid"}
 
 
+class Failing:
+    """A function of os that fails once, for a name that ends so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, ending: str) -> None:
+        self._original = getattr(os, name)
+        self._ending = ending
+        self.failed = 0
+        monkeypatch.setattr(os, name, self)
+
+    def __call__(self, path: Any, *rest: Any, **options: Any) -> Any:
+        if not self.failed and str(path).endswith(self._ending):
+            self.failed += 1
+            raise OSError(5, "Input/output error", str(path))
+        return self._original(path, *rest, **options)
+
+
+@pytest.mark.parametrize("call", ["unlink", "listdir"])
+def test_what_a_commit_could_not_remove_goes_with_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    path = tmp_path / "step-00000001"
+    with pyckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"x": torch.zeros(4)}).wait()
+        (replaced,) = path.glob("*.distcp")
+        begun = commit.commit_metadata
+
+        def fails_from_now_on(*arguments: Any, **options: Any) -> None:
+            begun(*arguments, **options)
+            failing.append(Failing(monkeypatch, call, replaced.name if call == "unlink" else ""))
+
+        failing: list[Failing] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(commit, "commit_metadata", fails_from_now_on)
+            checkpointer.save(1, {"x": torch.ones(4)}).wait()
+        assert failing[0].failed
+        assert replaced.exists()
+        checkpointer.save(2, {"x": torch.ones(4)}).wait()
+        assert not replaced.exists()
+    assert states(tmp_path) == {1: "valid", 2: "valid"}
+
+
+def test_a_save_that_fails_after_its_commit_leaves_no_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "step-00000002"
+    with pyckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"x": torch.zeros(4)}).wait()
+        sync = commit.sync_directory
+
+        def fails(directory: Path) -> None:
+            if (directory / ".metadata").exists() and not failures:
+                failures.append(OSError(5, "Input/output error", str(directory)))
+                raise failures[0]
+            sync(directory)
+
+        failures: list[OSError] = []
+        monkeypatch.setattr(commit, "sync_directory", fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            checkpointer.save(2, {"x": torch.ones(4)}).wait()
+        assert {".metadata", ".saving"} <= set(os.listdir(path))
+        with pytest.raises(OSError, match="Input/output error"):
+            checkpointer.save(3, {"x": torch.ones(4)})  # tells of it, too
+        checkpointer.save(3, {"x": torch.ones(4)}).wait()
+        assert ".saving" not in os.listdir(path)
+    assert states(tmp_path) == {1: "valid", 2: "valid", 3: "valid"}
+
+
+def test_the_mark_stays_where_the_metadata_may_not_be_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, 1)
+    commit.make_mark(path, sync=False)
+
+    def fails(directory: Path) -> None:
+        raise OSError(5, "Input/output error", str(directory))
+
+    monkeypatch.setattr(commit, "sync_directory", fails)
+    commit.remove_remains(path, sync=True)
+    assert ".saving" in os.listdir(path)
+
+
 def test_a_save_into_what_was_half_removed(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     (path / ".metadata").rename(path / commit.REMOVED)

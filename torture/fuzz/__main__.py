@@ -17,9 +17,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from torture.adding_up import added, code, next_seed, runs_in
 from torture.fuzz import native
 from torture.fuzz.parsers import PARSERS
-from torture.fuzz.totals import added, code, next_seed, runs_in, totals
+from torture.fuzz.totals import CODE, totals
 from torture.results import RESULTS, ROOT, head, write
 
 CORPUS = ROOT / "torture" / "corpus"
@@ -118,13 +119,13 @@ def main() -> int:
             print(f"  {one}", flush=True)
     run = {
         **{key: head()[key] for key in ("date", "commit", "changed")},
-        "code": code(),
+        "code": code(*CODE),
         "seed": arguments.seed,
         "guided": guided,
         "left_out": natives if lacks else [],
         "parsers": found,
     }
-    runs = added(runs_in(arguments.output), run)
+    runs = added(runs_in(arguments.output), run, ("seed", "code", "guided"))
     sums = totals(runs)
     write(
         "fuzz",

@@ -46,8 +46,8 @@ class PromotionJob:
     final: bool
     branch: int
     """How often training had gone back before it was saved."""
-    metadata: bytes
-    """Of the checkpoint; on the rank that commits."""
+    metadata: bytes | None
+    """Of the checkpoint, on ranks that need it, and empty on others; None until it was read."""
     since: float = field(default_factory=time.monotonic)
     frozen: tuple[Path, ...] = ()
     """Its files of frozen parts, which an earlier checkpoint there may have, too."""

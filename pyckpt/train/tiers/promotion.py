@@ -130,9 +130,12 @@ class Promotion:
         """
         if (step % self._every and not final) or self._is_superseded:
             return
-        metadata = b""
+        metadata: bytes | None = b""
         if self._is_first or self._members:
-            metadata = (path / commit.metadata_name()).read_bytes()
+            try:
+                metadata = (path / commit.metadata_name()).read_bytes()
+            except OSError:
+                metadata = None  # the thread tries again, and says why if it cannot
         elif file is None and not frozen and self._has_begun:
             return  # this rank has nothing to do; the first time, it learns whose the mirror is
         protection = Protection(self._protected, step)
@@ -172,9 +175,8 @@ class Promotion:
 
     def _remember(self, job: PromotionJob) -> None:
         """Note which files a checkpoint has. Called with the lock held."""
-        metadata = metadata_format.decode(job.metadata, path=job.path / commit.metadata_name())
         self._files.pop(job.step, None)
-        self._files[job.step] = set(metadata_format.data_files(metadata))
+        self._files[job.step] = set(self._files_of(job))
         while len(self._files) > _REMEMBERED_MAX:
             del self._files[next(iter(self._files))]
 
@@ -272,6 +274,8 @@ class Promotion:
         while True:
             attempts += 1
             try:
+                if job.metadata is None:
+                    self._read_metadata(job)
                 if attempts == 1 and not self._overwrite:
                     self._refuse_another(job)
                 self._check_job(job)
@@ -291,7 +295,8 @@ class Promotion:
                         self._drop(later, "another job writes there")
                 return False, str(error)
             except (OSError, PyckptError) as error:
-                if not all(file.exists() for file in (job.file, *job.frozen) if file is not None):
+                needed = [job.file, *job.frozen, job.path if job.metadata is None else None]
+                if not all(file.exists() for file in needed if file is not None):
                     return False, "its file was removed"
                 self._tell(job, error)
             until_newer = attempts >= _ATTEMPTS_MIN and not job.final
@@ -315,6 +320,12 @@ class Promotion:
                 self.tier,
                 error,
             )
+
+    def _read_metadata(self, job: PromotionJob) -> None:
+        metadata = (job.path / commit.metadata_name()).read_bytes()
+        with self._changed:
+            job.metadata = metadata
+            self._remember(job)
 
     def _refuse_another(self, job: PromotionJob) -> None:
         if commit.metadata_name() in self.tier.sizes(job.step):
@@ -366,6 +377,7 @@ class Promotion:
         """Commit a checkpoint once the files of all ranks are there."""
         files = self._files_of(job)
         self._await(job, files)
+        assert job.metadata is not None
         self.tier.commit(job.step, job.metadata, files.keys())
         with self._changed:
             if job.branch == self._branch:
@@ -386,6 +398,7 @@ class Promotion:
 
     def _files_of(self, job: PromotionJob, ranks: Collection[int] | None = None) -> dict[str, int]:
         """The data files of a checkpoint, or those that some ranks wrote, and the bytes of each."""
+        assert job.metadata is not None
         metadata = metadata_format.decode(job.metadata, path=job.path / commit.metadata_name())
         files = metadata_format.data_files(metadata)
         return {n: size for n, size in files.items() if ranks is None or commit.rank_of(n) in ranks}
