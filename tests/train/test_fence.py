@@ -171,6 +171,33 @@ def test_a_full_disk_does_not_keep_it_from_being_taken(
         hold(old)
 
 
+@pytest.mark.parametrize("fills", [False, True])
+def test_a_disk_that_takes_it_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fills: bool
+) -> None:
+    write = os.write
+    counts: list[int] = []
+
+    def writes(descriptor: int, data: bytes) -> int:
+        if fills and counts:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        counts.append(len(data))
+        return write(descriptor, data[:10])
+
+    fence = Fence(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", writes)
+        with fence.held():
+            pass
+    assert len(counts) == 1 if fills else len(counts) > 5
+    with fence.held():
+        pass
+    with Fence(tmp_path).held():
+        pass
+    with pytest.raises(Superseded), fence.held():
+        pass
+
+
 def test_a_lock_is_let_go_also_where_a_process_was_forked_meanwhile(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     read, write = os.pipe()

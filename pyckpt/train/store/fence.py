@@ -205,10 +205,13 @@ class Fence:
             "pid": os.getpid(),
             "namespace": _namespace(),
         }
+        left = json.dumps(content).encode()
         try:
-            os.write(descriptor, json.dumps(content).encode())
+            while left:  # a disk may take it in part
+                left = left[os.write(descriptor, left) :]
         except OSError as error:
-            # A full disk must not fail here, since room is made after this. The name is enough.
+            # A full disk must not fail here, since room is made after this. The name is enough, and
+            # what is there of the content is read as no token.
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             token = ""
