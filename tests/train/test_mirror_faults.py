@@ -25,6 +25,7 @@ import pyckpt
 from pyckpt import Checkpointer
 from pyckpt.remote import address
 from pyckpt.train.tiers import promotion
+from pyckpt.train.tiers.mounted import MountedTier
 
 FAILURES = 2
 
@@ -193,6 +194,34 @@ def _restore_apart(base: Path) -> tuple[int | None, object]:
 def test_ranks_that_see_different_saves_of_a_step_load_one_that_all_see(tmp_path):
     run_ranks(2, _replace, tmp_path)
     assert run_ranks(2, _restore_apart, tmp_path) == [(5, 5)] * 2
+
+
+def _save_again(base: Path) -> bool:
+    """Rank 1 cannot upload until the step has been saved again, which removes its first file."""
+    promotion._FIRST_DELAY_SECONDS = promotion._FIRST_POLL_SECONDS = 0.01
+    upload = MountedTier.upload
+    is_back = threading.Event()
+
+    def fails(self: MountedTier, step: int, file: Path, passing: Any) -> None:
+        if dist.get_rank() == 1 and not is_back.is_set():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        upload(self, step, file, passing)
+
+    MountedTier.upload = fails  # type: ignore[method-assign]
+    own = {"own": pyckpt.PerRank(torch.full((50,), float(dist.get_rank())))}
+    with Checkpointer(base / "run", mirror=base / "mirror", mirror_wait=30) as checkpointer:
+        checkpointer.save(10, own).wait()
+        checkpointer.save(10, own, final=True).wait()
+        is_back.set()
+        return checkpointer.wait_mirrored(20)
+
+
+def test_a_step_that_was_saved_twice_comes_there_though_a_rank_lost_its_first_file(tmp_path):
+    assert run_ranks(2, _save_again, tmp_path) == [True, True]
+    path = tmp_path / "mirror" / "step-00000010"
+    assert (path / ".metadata").read_bytes() == (
+        tmp_path / "run" / "step-00000010" / ".metadata"
+    ).read_bytes()
 
 
 # --- time ---
