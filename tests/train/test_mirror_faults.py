@@ -216,6 +216,7 @@ def _save_again(base: Path) -> bool:
         return checkpointer.wait_mirrored(20)
 
 
+@pytest.mark.slow
 def test_a_step_that_was_saved_twice_comes_there_though_a_rank_lost_its_first_file(tmp_path):
     assert run_ranks(2, _save_again, tmp_path) == [True, True]
     path = tmp_path / "mirror" / "step-00000010"
