@@ -262,10 +262,11 @@ class Saver:
         objects = AppState(state, process_group=self._ranks.work)
         tree = objects.state_dict()
         # Only these optimizers change their parameters and state, so those are copied during
-        # training.
+        # training. What forward passes change as well is copied at the call.
         if objects.optimizers != self._stager.optimizers:
             self._stager.close()
             self._stager = PinnedStager(optimizers=objects.optimizers, engine=self._engine)
+        self._stager.copy_at_call(objects.written_in_forward)
         if self._frozen is not None:
             self._frozen_save = self._frozen.begin(tree, objects.parameters)
         if self._ranks.rank == 0:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from _staging import engine, slowed
 from _training import Run, damage, resumed
 
 import pyckpt
@@ -57,6 +58,23 @@ def test_stock_reads_it(tmp_path: Path) -> None:
         assert torch.equal(target["model"][name], tensor)
     said = json.loads(target["pyckpt.checkpoint"])
     assert said == {"step": 3, "final": False, "metrics": {"loss": 1.5}}
+
+
+def test_a_forward_pass_may_change_parameters_right_after_the_call(tmp_path: Path) -> None:
+    with (
+        engine(io_threads=1) as own,
+        Checkpointer(tmp_path, every_steps=1, engine=own) as checkpointer,
+    ):
+        for step in range(2):
+            model = torch.nn.Embedding(64, 1024, max_norm=1.0)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            expected = model.weight.detach().clone()
+            with slowed(own):
+                handle = checkpointer.save(step, {"model": model, "optimizer": optimizer})
+                model(torch.arange(64))
+            assert not torch.equal(model.weight, expected)
+            loaded = pyckpt.load(handle.wait())
+            assert torch.equal(loaded["model"]["weight"], expected)
 
 
 def test_a_handle_tells_how_far_it_is(tmp_path: Path) -> None:
