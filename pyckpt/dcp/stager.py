@@ -235,6 +235,12 @@ class PinnedStager:
                 wanted = bytes(len(leaves))
             return self._begin(recipe, leaves, wanted, direct=direct, busy=busy)
 
+    def release_copies(self) -> None:
+        """Give back the memory of all copies, for a caller that knows that no save is under way,
+        and that none will begin with these copies."""
+        for staging in self._under_way():
+            staging.release()
+
     def keep_failure(self, error: BaseException) -> None:
         """Have the next save raise an error; the first, if there are several."""
         with self._lock:

@@ -225,7 +225,12 @@ class Saver:
 
         def fail() -> None:
             if turn.acquire(blocking=False):
-                self._save(handle, done, {}, self._writer(handle, failure=failure))
+                try:
+                    # No thread will save what was staged. Its state dict may live on: an exception
+                    # holds the call that made it.
+                    self._stager.release_copies()
+                finally:
+                    self._save(handle, done, {}, self._writer(handle, failure=failure))
 
         try:
             self._in_thread(fail)

@@ -820,6 +820,38 @@ def test_save_last_saves_no_state_in_the_middle_of_a_step(tmp_path: Path) -> Non
     assert steps_in(tmp_path) == [5]
 
 
+def test_a_save_that_was_interrupted_holds_up_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even while the program has the interrupt, which holds the call, and so the copies."""
+    in_thread = Saver._in_thread
+    left = [1]
+
+    def interrupted(self: Saver, task: Any) -> None:
+        if left:
+            left.pop()
+            raise KeyboardInterrupt
+        in_thread(self, task)
+
+    monkeypatch.setattr(Saver, "_in_thread", interrupted)
+    state = {"x": torch.randn(1 << 20)}  # for which the memory has no room, either
+    with (
+        engine(max_pinned_bytes=4 << 20) as own,
+        Checkpointer(tmp_path, every_steps=1, engine=own) as checkpointer,
+    ):
+        with pytest.raises(KeyboardInterrupt) as interrupt:
+            checkpointer.save(1, state)
+        with pytest.raises(SaveError, match="interrupted"):
+            checkpointer.wait()
+        assert own.native.arena_used_bytes == 0
+        checkpointer.wait_staged()
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        torch.optim.SGD([parameter]).step()
+        checkpointer.save(2, state).wait()
+        assert interrupt.value.__traceback__ is not None
+    assert steps_in(tmp_path) == [2]
+
+
 def test_save_last_saves_nothing_after_a_restore(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, every_steps=5, save_last=True, when_busy="wait") as checkpointer:
         run = Run().to(7, checkpointer)
