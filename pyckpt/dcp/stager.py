@@ -53,7 +53,8 @@ class PinnedStager:
     current stream waits for these copies, and not the thread; on a CPU the call waits.
 
     A program that changes parameters by other means than ``optimizer.step()`` calls ``wait_staged``
-    first. Replaying a CUDA graph is such a means.
+    first. Replaying a CUDA graph is such a means; so is a forward pass of
+    ``nn.Embedding(max_norm=...)``. A `Checkpointer` copies the weights of such modules at the call.
 
     Args:
         optimizers: the optimizers whose parameters and state are changed in place by their steps
