@@ -39,6 +39,8 @@ class StagedStateDict(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.staging.take_over()
+        if self.staging.given_up is not None:
+            raise self.staging.given_up
         self.staging.end_planning()  # the other process plans
         self.staging.settle()
         segments: dict[int, torch.UntypedStorage] = {}

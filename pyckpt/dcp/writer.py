@@ -221,11 +221,27 @@ class DirectWriter(StorageWriter):
         # then has the same number on all ranks.
         self._number += 1
         self._is_counted = True
+        self.staged = Future()
+        self.written = Future()
+        left, self._staging = self._staging, None
+        if left is not None:
+            left.give_up()  # a writer makes one save at a time, so no thread will begin that one
+        try:
+            staging, copies = self._begin_staging(state_dict)
+        except BaseException:
+            self.staged.cancel()
+            self.written.cancel()
+            raise
+        self._staging = staging
+        staging.staged.add_done_callback(partial(_pass_on, self.staged))
+        # If the file is not written by then, the save failed, or another process makes it.
+        staging.ended.add_done_callback(partial(_cancel, self.written))
+        return StagedStateDict(copies, staging)
+
+    def _begin_staging(self, state_dict: dict[str, Any]) -> tuple[Staging, dict[str, Any]]:
         stager = default_stager(self._engine) if self._stager is None else self._stager
         if not _has_company():
             stager.raise_failure()
-        self.staged = Future()
-        self.written = Future()
         prove = None if self._frozen is None else self._frozen.prove
         staging, copies = stager.begin(state_dict, direct=True, prove=prove)
         if not _has_company():
@@ -234,11 +250,7 @@ class DirectWriter(StorageWriter):
             except BaseException:
                 staging.release()
                 raise
-        self._staging = staging
-        staging.staged.add_done_callback(partial(_pass_on, self.staged))
-        # If the file is not written by then, the save failed, or another process makes it.
-        staging.ended.add_done_callback(partial(_cancel, self.written))
-        return StagedStateDict(copies, staging)
+        return staging, copies
 
     def synchronize_staging(self) -> None:
         """Wait for the save if it reads some tensors in place, because the engine's memory has no
@@ -261,10 +273,14 @@ class DirectWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         self._take_over()
+        staging = self._staging
+        if staging is not None and staging.given_up is not None:
+            self._staging = None
+            raise staging.given_up
         # A planner sees the tensors before this writer does, and may read them. The planners that
         # pyckpt knows do not.
-        if self._staging is not None and not planner_is_known(self):
-            self._staging.settle()
+        if staging is not None and not planner_is_known(self):
+            staging.settle()
         # A string: paths pickle under a name that differs between versions of Python.
         return StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
 
@@ -283,7 +299,10 @@ class DirectWriter(StorageWriter):
 
     def _take_over(self) -> None:
         """Called in the first calls of the thread that saves."""
-        if self._staging is not None and not self._staging.take_over():
+        staging = self._staging
+        # If it was given up, the save fails in `storage_meta`, which DCP calls where all ranks
+        # learn of errors.
+        if staging is not None and not staging.take_over() and staging.given_up is None:
             self._staging = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

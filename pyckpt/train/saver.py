@@ -225,7 +225,12 @@ class Saver:
 
         def fail() -> None:
             if turn.acquire(blocking=False):
-                self._save(handle, done, {}, self._writer(handle, failure=failure))
+                try:
+                    # No thread will save what was staged. Its state dict may live on: an exception
+                    # holds the call that made it.
+                    self._stager.release_copies()
+                finally:
+                    self._save(handle, done, {}, self._writer(handle, failure=failure))
 
         try:
             self._in_thread(fail)
@@ -262,10 +267,11 @@ class Saver:
         objects = AppState(state, process_group=self._ranks.work)
         tree = objects.state_dict()
         # Only these optimizers change their parameters and state, so those are copied during
-        # training.
+        # training. What forward passes change as well is copied at the call.
         if objects.optimizers != self._stager.optimizers:
             self._stager.close()
             self._stager = PinnedStager(optimizers=objects.optimizers, engine=self._engine)
+        self._stager.copy_at_call(objects.written_in_forward)
         if self._frozen is not None:
             self._frozen_save = self._frozen.begin(tree, objects.parameters)
         if self._ranks.rank == 0:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from _staging import engine, slowed
 from _training import Run, damage, resumed
 
 import pyckpt
@@ -57,6 +58,23 @@ def test_stock_reads_it(tmp_path: Path) -> None:
         assert torch.equal(target["model"][name], tensor)
     said = json.loads(target["pyckpt.checkpoint"])
     assert said == {"step": 3, "final": False, "metrics": {"loss": 1.5}}
+
+
+def test_a_forward_pass_may_change_parameters_right_after_the_call(tmp_path: Path) -> None:
+    with (
+        engine(io_threads=1) as own,
+        Checkpointer(tmp_path, every_steps=1, engine=own) as checkpointer,
+    ):
+        for step in range(2):
+            model = torch.nn.Embedding(64, 1024, max_norm=1.0)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            expected = model.weight.detach().clone()
+            with slowed(own):
+                handle = checkpointer.save(step, {"model": model, "optimizer": optimizer})
+                model(torch.arange(64))
+            assert not torch.equal(model.weight, expected)
+            loaded = pyckpt.load(handle.wait())
+            assert torch.equal(loaded["model"]["weight"], expected)
 
 
 def test_a_handle_tells_how_far_it_is(tmp_path: Path) -> None:
@@ -800,6 +818,38 @@ def test_save_last_saves_no_state_in_the_middle_of_a_step(tmp_path: Path) -> Non
         Run().to(7, checkpointer)
         raise KeyboardInterrupt
     assert steps_in(tmp_path) == [5]
+
+
+def test_a_save_that_was_interrupted_holds_up_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even while the program has the interrupt, which holds the call, and so the copies."""
+    in_thread = Saver._in_thread
+    left = [1]
+
+    def interrupted(self: Saver, task: Any) -> None:
+        if left:
+            left.pop()
+            raise KeyboardInterrupt
+        in_thread(self, task)
+
+    monkeypatch.setattr(Saver, "_in_thread", interrupted)
+    state = {"x": torch.randn(1 << 20)}  # for which the memory has no room, either
+    with (
+        engine(max_pinned_bytes=4 << 20) as own,
+        Checkpointer(tmp_path, every_steps=1, engine=own) as checkpointer,
+    ):
+        with pytest.raises(KeyboardInterrupt) as interrupt:
+            checkpointer.save(1, state)
+        with pytest.raises(SaveError, match="interrupted"):
+            checkpointer.wait()
+        assert own.native.arena_used_bytes == 0
+        checkpointer.wait_staged()
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        torch.optim.SGD([parameter]).step()
+        checkpointer.save(2, state).wait()
+        assert interrupt.value.__traceback__ is not None
+    assert steps_in(tmp_path) == [2]
 
 
 def test_save_last_saves_nothing_after_a_restore(tmp_path: Path) -> None:
