@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
@@ -261,6 +261,7 @@ class Checkpointer(Finder):
                 busy=self._saver.writing,
                 distrusted=self._restorer.distrusted,
                 on_removed=self._announcer.pruned,
+                on_newer=lambda step, newer: self._tell_of_earlier_run(step, self.directory, newer),
                 settles=nodes.commits is not None,
             )
             is_first = self._ranks.rank == 0
@@ -278,6 +279,9 @@ class Checkpointer(Finder):
                     members=nodes.members,
                     token=f"{self._ranks.largest(secrets.randbits(62)):016x}",
                     speaks=self._ranks.is_first_to_say,
+                    on_newer=lambda step, newer: self._tell_of_earlier_run(
+                        step, self._mirror, newer
+                    ),
                 )
             self._requests = Requests(self._signals, policy.due_after if is_first else None)
             self._agreement: Agreement = (
@@ -302,6 +306,7 @@ class Checkpointer(Finder):
             on_skip=lambda step, busy: self._announcer.skipped(
                 step, self._catalog.path(step), busy
             ),
+            on_begin=self._begin_anew,
         )
         if is_first:
             retention.tell_of_contradiction()
@@ -544,13 +549,27 @@ class Checkpointer(Finder):
         """Training begins at a step whose state is from elsewhere, not restored by this object.
         Newer checkpoints belong to a branch that it leaves: until they are saved again they do not
         count for what is kept, and this names them."""
-        newer = self._newer_than(step, tells=self._ranks.rank == 0)
+        newer = self._newer_than(step)
+        if self._ranks.rank == 0:
+            self._tell_newer(step, self.directory, newer)
         self._schedule.go_back(step)
         if self._promotion is not None:
             self._promotion.restored(step)
         if self._leads:
             self._pruner.restored(step)
         return newer
+
+    def _begin_anew(self, step: int) -> None:
+        """This object has restored nothing, and this step is the first that it saves."""
+        if self._promotion is not None:
+            self._promotion.begins(step)
+        if self._leads:
+            self._pruner.begins(step)
+
+    def _tell_of_earlier_run(self, step: int, place: object, newer: Collection[int]) -> None:
+        if self._ranks.rank == 0:
+            # The first step that is saved need not be the first of training.
+            self._tell_newer(f"{step} or before", place, newer)
 
     @property
     def load_report(self) -> LoadReport | None:
