@@ -148,7 +148,7 @@ def _look(
         if isinstance(place, str):
             found.append(_look_there(place, key, direct, engine))
         else:
-            found.append(_look_here(place.expanduser(), key, direct, engine, naming))
+            found.append(_look_here(place, key, direct, engine, naming))
         return found[0].kind
 
     doing = "looking for weights"

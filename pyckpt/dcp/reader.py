@@ -21,7 +21,7 @@ from pyckpt.dcp.reading import Load, save_id_of
 from pyckpt.engine import Engine, default_engine
 from pyckpt.format import commit
 from pyckpt.private import ExtensionRegistry
-from pyckpt.remote.address import is_url, local_path, place_of
+from pyckpt.remote.address import place_of
 from pyckpt.remote.folder import RemoteFolder
 from pyckpt.statistics import ReadStatistics
 from pyckpt.timeline import named
@@ -127,10 +127,10 @@ class DirectReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is a directory that can be read, or a URL."""
         try:
-            path = local_path(checkpoint_id)
+            path = place_of(checkpoint_id)
         except ValueError:
             return False
-        return is_url(path) or Path(path).is_dir()
+        return isinstance(path, str) or path.is_dir()
 
     @property
     def _leaves_items(self) -> bool:

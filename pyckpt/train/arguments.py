@@ -11,6 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from pyckpt.remote.address import with_home
+
 __all__ = [
     "directory_of",
     "metrics_of",
@@ -135,13 +137,7 @@ def directory_of(path: str | os.PathLike[str]) -> Path:
             f"{name!r} is a URL, and a Checkpointer saves to file systems; save to a local "
             "directory, and pass the URL as mirror=, a string"
         )
-    expanded = os.path.expanduser(name)
-    if expanded.startswith("~"):
-        raise ValueError(
-            f"{name!r}: there is no such home directory; for a directory of that name write "
-            f"{os.path.join('.', name)!r}"
-        )
-    return Path(os.path.abspath(expanded))
+    return Path(os.path.abspath(with_home(name)))
 
 
 def _kind(value: Any) -> str:
