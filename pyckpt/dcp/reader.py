@@ -41,7 +41,7 @@ class DirectReader(StorageReader):
     their code: use ``pyckpt.load`` or ``pyckpt.LoadPlanner`` if you do not trust the file.
 
     Args:
-        path: directory of the checkpoint, or its URL in an object store
+        path: directory of the checkpoint, in which ``~`` is expanded, or its URL in an object store
             (``s3://bucket/run/step-00000100``), which needs ``pip install "pyckpt[cloud]"``.
         verify: ``"items"`` checks each item that is read whole against its CRC-32. Items that are
             read in part cannot be checked; ``unverified`` lists them. ``"none"`` checks nothing.
@@ -52,7 +52,7 @@ class DirectReader(StorageReader):
             ``FileSystemReader`` gives it.
 
     Raises:
-        ValueError: ``verify`` or ``direct`` is none of the values above.
+        ValueError: ``path`` is empty, or ``verify`` or ``direct`` is none of the values above.
 
     Loading raises these, wrapped by DCP in ``CheckpointException`` (``pyckpt.load`` unwraps it):
     ``CorruptCheckpoint`` if bytes differ from those that were saved, or, before anything is loaded,

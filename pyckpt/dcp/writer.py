@@ -69,10 +69,11 @@ class DirectWriter(StorageWriter):
     committed. Each rank writes one file; all bytes are checksummed.
 
     Args:
-        path: directory of the checkpoint. A save makes it, and the directories above it, if they
-            are missing. Or a URL of an object store (``s3://bucket/run/step-100``; needs ``pip
-            install "pyckpt[cloud]"``): the bytes go there as they are, with no file in between. May
-            be left out if ``checkpoint_id`` is given to ``dcp.save``.
+        path: directory of the checkpoint; ``~`` is expanded. A save makes it, and the directories
+            above it, if they are missing. Or a URL of an object store
+            (``s3://bucket/run/step-100``; needs ``pip install "pyckpt[cloud]"``): the bytes go
+            there as they are, with no file in between. May be left out if ``checkpoint_id`` is
+            given to ``dcp.save``.
         overwrite: whether a save may replace a checkpoint that is in the directory. If not, such a
             save raises ``FileExistsError``.
         sync_files: whether a save ends only when everything is durable (fsync). If not, a power
@@ -86,8 +87,8 @@ class DirectWriter(StorageWriter):
         engine: the memory and threads to use; by default the engine that all writers share.
 
     Raises:
-        ValueError: ``path`` is a URL that names no object store, or ``direct`` is none of the
-            three.
+        ValueError: ``path`` is empty, or a URL that names no object store, or ``direct`` is none of
+            the three.
         ImportError: ``path`` is a URL, and obstore is not installed.
 
     Of saves into one address of a store that overlap, the first that commits counts, and the others

@@ -25,6 +25,7 @@ from pyckpt.train.arguments import (
     mirror_limits_of,
     state_of,
     step_of,
+    tell_of_no_mirror,
     timeout_of,
     whole,
 )
@@ -310,6 +311,12 @@ class Checkpointer(Finder):
         )
         if is_first:
             retention.tell_of_contradiction()
+            if mirror is None:
+                tell_of_no_mirror(
+                    mirror_keep_last=mirror_keep_last,
+                    mirror_every=mirror_every,
+                    mirror_max_mbps=mirror_max_mbps,
+                )
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else self._saver.state
@@ -472,7 +479,7 @@ class Checkpointer(Finder):
         keep: Sequence[str] = (),
         unexpected: Literal["error", "ignore"] = "error",
         mismatched: Literal["error", "keep"] = "error",
-        rename: Rename | None = None,
+        rename: Rename | Mapping[str, str] | None = None,
         allow: Sequence[Allowed] = (),
         share_reads: bool | None = None,
     ) -> int | None:
@@ -501,8 +508,8 @@ class Checkpointer(Finder):
             mismatched: what to do about parameters and buffers that have another shape in the
                 checkpoint: raise a `LoadError`, or "keep" them and their optimizer state.
             rename: called with each key of the checkpoint (``"model.head.weight"``), returns the
-                key that it has in the state, which may be the same. A new name of a module's
-                parameter also applies to its optimizer state.
+                key that it has in the state, which may be the same. Or a mapping of the keys that
+                change. A new name of a module's parameter also applies to its optimizer state.
             allow: classes and functions that objects in the checkpoint may use, as for
                 `pyckpt.load`.
             share_reads: whether ranks that want the same bytes read them once, as for

@@ -517,6 +517,42 @@ def test_a_step_that_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         resumed(tmp_path, step=2)
 
 
+def test_a_step_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "none") as checkpointer:
+        with pytest.raises(FileNotFoundError, match="no valid checkpoint, nor one of another step"):
+            checkpointer.restore({"v": 0}, step=99)
+        assert not (tmp_path / "none").exists()
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"v": step}).wait()
+        with pytest.raises(FileNotFoundError, match=r"no valid checkpoint; there are steps 1, 2: "):
+            checkpointer.restore({"v": 0}, step=99)
+        for step in (10, 20, 30, 40, 50, 60):
+            (tmp_path / f"step-{step:08d}").mkdir()
+        with pytest.raises(FileNotFoundError, match="steps 10, 20, 30, 40, 50 and 3 more: "):
+            checkpointer.restore({"v": 0}, step=31)
+        with pytest.raises(FileNotFoundError, match=r"no valid checkpoint \(unfinished: "):
+            checkpointer.restore({"v": 0}, step=30)
+
+
+def test_a_restore_renames_by_a_mapping(tmp_path: Path) -> None:
+    old, new = torch.nn.Module(), torch.nn.Module()
+    old.head = torch.nn.Linear(2, 2)
+    new.top = torch.nn.Linear(2, 2)
+    names = {"model.head.weight": "model.top.weight", "model.head.bias": "model.top.bias"}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": old}).wait()
+        checkpointer.restore({"model": new}, rename=names)
+    assert torch.equal(new.top.weight, old.head.weight)
+    for load in (
+        lambda model: pyckpt.load_model(model, tmp_path, rename=names),
+        lambda model: pyckpt.load({"model": model}, tmp_path / "step-00000001", rename=names),
+    ):
+        torch.nn.init.zeros_(new.top.weight)
+        load(new)
+        assert torch.equal(new.top.weight, old.head.weight)
+
+
 def test_going_back(tmp_path: Path) -> None:
     run = Run()
     with Checkpointer(

@@ -32,8 +32,8 @@ class StopSignals:
         clock: returns seconds; for tests.
 
     Raises:
-        ValueError: there is no such signal; or there are signals, and this is not the main thread,
-            the only one that can handle them.
+        ValueError: there is no such signal, or no program can handle it; or there are signals, and
+            this is not the main thread, the only one that can handle them.
     """
 
     def __init__(
@@ -100,8 +100,11 @@ class StopSignals:
 
 def _signal(name: str | int) -> signal.Signals:
     try:
-        return signal.Signals[name] if isinstance(name, str) else signal.Signals(name)
+        number = signal.Signals[name] if isinstance(name, str) else signal.Signals(name)
     except (KeyError, ValueError):
         raise ValueError(
             f"on_signals: there is no signal {name!r}; one is called 'SIGTERM', say"
         ) from None
+    if number in (signal.SIGKILL, signal.SIGSTOP):
+        raise ValueError(f"on_signals: {number.name} ends or stops a process without asking it")
+    return number
