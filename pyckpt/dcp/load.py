@@ -32,7 +32,7 @@ from pyckpt.dcp.handing_on import is_known_to_carry
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.planner import Create, LoadPlanner
 from pyckpt.dcp.reader import DirectReader
-from pyckpt.dcp.renaming import Rename, moved, renamed
+from pyckpt.dcp.renaming import Rename, function_of, moved, renamed
 from pyckpt.dcp.report import LoadReport
 from pyckpt.dcp.whole import decode_in_place
 from pyckpt.engine import Engine
@@ -67,7 +67,7 @@ def load(
     missing: Literal["error", "keep"] = "error",
     unexpected: Literal["fill", "ignore", "error"] = "fill",
     mismatched: Literal["error", "keep"] = "error",
-    rename: Rename | None = None,
+    rename: Rename | Mapping[str, str] | None = None,
     allow: Sequence[Allowed] = (),
     device: torch.device | str = "cpu",
     create: Create | None = None,
@@ -89,7 +89,7 @@ def load(
     missing: Literal["error", "keep"] = "error",
     unexpected: Literal["fill", "ignore", "error"] = "fill",
     mismatched: Literal["error", "keep"] = "error",
-    rename: Rename | None = None,
+    rename: Rename | Mapping[str, str] | None = None,
     allow: Sequence[Allowed] = (),
     device: torch.device | str = "cpu",
     create: Create | None = None,
@@ -121,7 +121,8 @@ def load(
             ``s3://bucket/run/step-00000100``. It may be left out if ``reader`` knows it.
         missing, unexpected, mismatched, allow, device, create: see `LoadPlanner`.
         rename: called with each key of the checkpoint (``"model.head.weight"``), returns the key
-            that it has in the state; the same where it is called the same.
+            that it has in the state; the same where it is called the same. Or a mapping of the keys
+            that change.
         verify: "items" checks the CRC-32 of every item that is read whole, "none" does not.
         direct: whether reading bypasses the page cache, as for `DirectReader`.
         engine: the memory and threads to use; by default those that everyone shares.
@@ -185,7 +186,7 @@ def load(
             key: value.state_dict() if _is_stateful(value) else value
             for key, value in sorted(state_dict.items(), key=lambda entry: str(entry[0]))
         }
-        change = partial(_renamed, state_dict, rename)
+        change = partial(_renamed, state_dict, function_of(rename))
         if isinstance(state_dict, _Everything):
             change = partial(_filled, states)
         if shares:

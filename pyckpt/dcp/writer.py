@@ -46,7 +46,7 @@ from pyckpt.dcp.store import Store
 from pyckpt.dcp.writing import PlannedItems, WriteProgress
 from pyckpt.engine import Engine, abandoned
 from pyckpt.format import commit
-from pyckpt.remote.address import is_url, local_path, open_store
+from pyckpt.remote.address import open_store, place_of
 from pyckpt.speaking import for_all
 from pyckpt.statistics import WriteStatistics
 from pyckpt.timeline import named
@@ -69,10 +69,11 @@ class DirectWriter(StorageWriter):
     committed. Each rank writes one file; all bytes are checksummed.
 
     Args:
-        path: directory of the checkpoint. A save makes it, and the directories above it, if they
-            are missing. Or a URL of an object store (``s3://bucket/run/step-100``; needs ``pip
-            install "pyckpt[cloud]"``): the bytes go there as they are, with no file in between. May
-            be left out if ``checkpoint_id`` is given to ``dcp.save``.
+        path: directory of the checkpoint; ``~`` is expanded. A save makes it, and the directories
+            above it, if they are missing. Or a URL of an object store
+            (``s3://bucket/run/step-100``; needs ``pip install "pyckpt[cloud]"``): the bytes go
+            there as they are, with no file in between. May be left out if ``checkpoint_id`` is
+            given to ``dcp.save``.
         overwrite: whether a save may replace a checkpoint that is in the directory. If not, such a
             save raises ``FileExistsError``.
         sync_files: whether a save ends only when everything is durable (fsync). If not, a power
@@ -86,8 +87,8 @@ class DirectWriter(StorageWriter):
         engine: the memory and threads to use; by default the engine that all writers share.
 
     Raises:
-        ValueError: ``path`` is a URL that names no object store, or ``direct`` is none of the
-            three.
+        ValueError: ``path`` is empty, or a URL that names no object store, or ``direct`` is none of
+            the three.
         ImportError: ``path`` is a URL, and obstore is not installed.
 
     Of saves into one address of a store that overlap, the first that commits counts, and the others
@@ -190,12 +191,12 @@ class DirectWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this could be a directory to write to, or an address in a store."""
         try:
-            path = local_path(checkpoint_id)
+            path = place_of(checkpoint_id)
         except ValueError:
             return False
-        if is_url(path):
+        if isinstance(path, str):
             return True
-        return any(parent.exists() and os.access(parent, os.W_OK) for parent in Path(path).parents)
+        return any(parent.exists() and os.access(parent, os.W_OK) for parent in path.parents)
 
     # The calls that stage an asynchronous save: DCP uses a writer that has these methods as the
     # AsyncStager.
@@ -567,12 +568,11 @@ def _place(path: str | os.PathLike[str]) -> Path | str:
     """A directory, or the URL of an object store.
 
     Raises:
-        ImportError, ValueError: see `open_store`.
+        ImportError, ValueError: see `open_store` and `place_of`.
     """
-    path = local_path(path)
-    if is_url(path):
-        url = os.fspath(path).rstrip("/")
-        open_store(url)  # which refuses what is no address of one
-        return url
+    path = place_of(path)
+    if isinstance(path, str):
+        open_store(path)  # which refuses what is no address of one
+        return path
     # Absolute, so that a change of the working directory during a background save does no harm.
     return Path(os.path.abspath(path))

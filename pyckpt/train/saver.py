@@ -275,7 +275,7 @@ class Saver:
         if self._frozen is not None:
             self._frozen_save = self._frozen.begin(tree, objects.parameters)
         if self._ranks.rank == 0:
-            numbers = {name: float(value) for name, value in metrics.items()}
+            numbers = {name: _number(name, value) for name, value in metrics.items()}
             self._metrics = numbers
             tree[NOTE_KEY] = note(step, final=final, metrics=numbers)
         return tree
@@ -441,3 +441,11 @@ class Saver:
         failure = SaveError(f"{doing} failed: {said(error)}")
         failure.__cause__ = error
         return failure
+
+
+def _number(name: str, metric: Any) -> float:
+    try:
+        # Arrays of one number that have dimensions are no numbers to numpy.
+        return float(metric.item() if hasattr(metric, "item") else metric)
+    except Exception as error:
+        raise TypeError(f"the metric {name!r} cannot be read as a number: {error}") from error
