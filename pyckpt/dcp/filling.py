@@ -184,6 +184,7 @@ class FileReads:
         """Note what memory a key is read into; False where another key is, in this job."""
         if type(target) is not torch.Tensor or target.numel() == 0:
             return True
+        target.untyped_storage().data_ptr()  # raises for a tensor that has no memory
         begin = target.data_ptr()
         extent = sum((n - 1) * s for n, s in zip(target.shape, target.stride(), strict=True)) + 1
         end = begin + extent * target.itemsize

@@ -57,8 +57,9 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class LoadReport:
-    """The outcome of one rank's load. Keys are DCP's: the names of a path, joined by dots. The lists
-    of true keys that pyckpt saves beside some dicts count neither as loaded nor as created.
+    """The outcome of one rank's load. Keys are DCP's: the names of a path, joined by dots.
+    The lists of true keys that pyckpt saves beside some dicts count neither as loaded nor as
+    created.
 
     ``str(report)`` is a short summary; the lists are complete.
     """
