@@ -182,7 +182,7 @@ class LoadPlanner(DefaultLoadPlanner):
         saved = {name: item for name, item in found.items() if item is not None}
         saved |= {name: all_saved[name] for name in extra}
         self._saved = saved
-        if missing or extra:
+        if missing or extra or self._is_numbered_otherwise():
             self._settle(missing, extra, report)
 
         to_create: list[tuple[str, torch.device]] = []
@@ -224,6 +224,17 @@ class LoadPlanner(DefaultLoadPlanner):
                 inside = path[0] in passed
                 (extra if inside else report.left_out).append(name)
         return extra
+
+    def _is_numbered_otherwise(self) -> bool:
+        """Whether the state has a list where a dict was saved, or the reverse: both have the same
+        keys."""
+        assert self.metadata is not None
+        for depth, name in self._template.numbered:
+            path, own = path_of(self.metadata, name), self._template.paths[name]
+            is_alike = len(path) == len(own) and list(map(str, path)) == list(map(str, own))
+            if is_alike and isinstance(path[depth], int) is not isinstance(own[depth], int):
+                return True
+        return False
 
     def _settle(self, missing: list[str], extra: list[str], report: LoadReport) -> None:
         """Apply the policies to ``missing`` and ``extra``; what of ``extra`` is not to be loaded is

@@ -43,31 +43,41 @@ class Template:
         self.paths: dict[str, Path] = {}
         self.edits: list[tuple[Any, Any, Any]] = []
         """(container, key, value) to be set when the load goes ahead."""
+        self.numbered: list[tuple[int, str]] = []
+        """For each list, and each dict whose first key is a number: how deep it is, and a value in
+        it. Both give their values the same names."""
         self._copies: dict[tuple[int, Any], Any] = {}
         self._seen: set[int] = set()
         self._walk(state_dict, state_dict.items(), (), "")
 
-    def _walk(self, container: Any, items: Iterable[Any], path: Path, prefix: str) -> None:
+    def _walk(self, container: Any, items: Iterable[Any], path: Path, prefix: str) -> str | None:
+        """Find the values in a container. Returns the name of one."""
         values, slots, paths = self.values, self.slots, self.paths
         by_name = not isinstance(container, list)
+        found: str | None = None
         for key, value in items:
             part = key if type(key) is str or not by_name else str(key)
             name = f"{prefix}{part}"
             if type(value) not in _PLAIN and not isinstance(value, torch.Tensor):
                 if isinstance(value, Mapping):
                     value = self._own(container, key, value)
-                    self._walk(value, value.items(), (*path, part), f"{name}.")
+                    found = self._walk(value, value.items(), (*path, part), f"{name}.") or found
                     continue
                 if isinstance(value, list):
                     value = self._own(container, key, value)
                     if _taken_apart(value):
-                        self._walk(value, enumerate(value), (*path, part), f"{name}.")
+                        inner = self._walk(value, enumerate(value), (*path, part), f"{name}.")
+                        found = inner or found
                         continue
             if name in values:
                 raise LoadError(f"two values of the state are both named {name!r}")
             values[name] = value
             slots[name] = (container, key)
             paths[name] = (*path, part)
+            found = name
+        if found is not None and path and (not by_name or _is_number(next(iter(container)))):
+            self.numbered.append((len(path), found))
+        return found
 
     def _own(self, container: Any, key: Any, value: Any) -> Any:
         """Return ``value``, or a copy where the same container stands in two places.
@@ -85,6 +95,10 @@ class Template:
     def child(self, container: Any, key: Any) -> Any:
         """Look into a container of the state as it will be after ``edits``."""
         return self._copies.get((id(container), key), _get(container, key))
+
+
+def _is_number(key: Any) -> bool:
+    return str(key).isdecimal()
 
 
 def _taken_apart(value: list[Any]) -> bool:
@@ -138,7 +152,8 @@ class Growth:
     """What a state must become to hold every saved value under the entries that it has.
 
     Attributes:
-        slots: for each saved key that the state lacks, where it goes.
+        slots: for each saved key that the state lacks, or has in a container that gives way to one
+            of another kind, where it goes.
         taken: keys of the state that are not missing, because a dict or list was saved in their
             place: None that stood for it, for one.
         dropped: keys that are not missing either, but go: beyond the end of a list that was shorter
@@ -192,7 +207,18 @@ class Growth:
 
     # --- planning -----------------------------------------------------------------------------
 
-    def _grow(self, container: Any, node: Tree, path: Path, siblings: Tree) -> None:
+    def _grow(
+        self, container: Any, node: Tree, path: Path, siblings: Tree, *, is_new: bool = False
+    ) -> None:
+        """Plan what a container has to hold.
+
+        Args:
+            container: the state's, or a new one.
+            node: what was saved of it.
+            path: where it is.
+            siblings: what was saved beside it.
+            is_new: whether it takes the place of what the state has, or of nothing.
+        """
         if isinstance(container, list):
             self._measure(container, node, path)
             keys: Mapping[str | int, Any] = {index: index for index in range(len(container))}
@@ -201,14 +227,22 @@ class Growth:
         as_int = not isinstance(container, list) and _int_keys(container, path, siblings)
         for part, sub in node.items():
             name = sub if isinstance(sub, str) else None
-            if name is not None and name in self._template.values:
+            has = name is not None and name in self._template.values
+            if has and not is_new:
                 continue
             key = keys[part] if part in keys else _new_key(part, as_int)
             current = self._template.child(container, key)
-            if name is not None:
+            if has:
+                self._move(name, (container, key))
+            elif name is not None:
                 self._add_value(name, (container, key), current, (*path, part))
             else:
                 self._add_container((container, key), current, sub, (*path, part), node)
+
+    def _move(self, name: str, slot: Slot) -> None:
+        """Have a new container take a value out of the one that it replaces."""
+        self.slots[name] = slot
+        self._edits.append((*slot, self._template.child(*self._template.slots[name])))
 
     def _add_value(self, name: str, slot: Slot, current: Any, path: Path) -> None:
         self.slots[name] = slot
@@ -222,7 +256,8 @@ class Growth:
     ) -> None:
         is_list = _is_list(sub, path)
         wanted: type[Any] = list if is_list else Mapping
-        if not isinstance(current, wanted):
+        is_new = not isinstance(current, wanted)
+        if is_new:
             if current is not _ABSENT:
                 self._overridden.add(path)
                 if not is_empty(current):
@@ -233,7 +268,7 @@ class Growth:
         elif is_list and not _taken_apart(current):
             # One value to the state, several to the checkpoint; the list itself stays.
             self._overridden.add(path)
-        self._grow(current, sub, path, siblings)
+        self._grow(current, sub, path, siblings, is_new=is_new)
 
     def _measure(self, items: list[Any], node: Tree, path: Path) -> None:
         length = 1 + max(index for index in node if isinstance(index, int))

@@ -17,6 +17,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _load_helpers import load_stock_file, round_trip, save
 from _ranks import run_ranks
+from _sampling import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
@@ -193,6 +196,77 @@ def test_lists_of_tensors(tmp_path: Path) -> None:
     assert torch.equal(state["l"][1], ONES * 2)
     assert torch.equal(state["m"][1][0], ONES * 3)
     assert [len(inner) for inner in state["m"]] == [1, 2]
+
+
+def twos(value: float) -> torch.Tensor:
+    return torch.full((2,), float(value))
+
+
+def holds(found: Any, saved: Any) -> bool:
+    """Whether all that was saved is in a state, which may have more."""
+    if isinstance(saved, dict):
+        is_there = isinstance(found, dict) and saved.keys() <= found.keys()
+        return is_there and all(holds(found[key], part) for key, part in saved.items())
+    if isinstance(saved, list):
+        is_there = isinstance(found, list) and len(saved) <= len(found)
+        return is_there and all(holds(*parts) for parts in zip(found, saved, strict=False))
+    if isinstance(saved, torch.Tensor):
+        return isinstance(found, torch.Tensor) and torch.equal(found, saved)
+    return type(found) is type(saved) and bool(found == saved)
+
+
+@pytest.mark.parametrize("load", [pyckpt.load, load_stock_file], ids=["plain", "items"])
+@pytest.mark.parametrize("local", [{"0": twos(0)}, {0: twos(0)}, {"0": twos(0), "1": twos(0)}])
+def test_dict_becomes_the_list_that_was_saved(tmp_path: Path, local: Any, load: Any) -> None:
+    save({"z": [twos(1), twos(2)]}, tmp_path)
+    state = {"z": dict(local)}
+    first = state["z"][next(iter(local))]
+    report = load(state, tmp_path)
+    assert type(state["z"]) is list
+    assert len(state["z"]) == 2
+    assert holds(state, {"z": [twos(1), twos(2)]})
+    assert state["z"][0] is first
+    assert report.replaced == [Replacement("z", "dict", "list")]
+    # Only "fill" changes what the state is made of.
+    state = {"z": dict(local)}
+    load(state, tmp_path, unexpected="ignore")
+    assert list(state["z"]) == list(local)
+
+
+@pytest.mark.parametrize("load", [pyckpt.load, load_stock_file], ids=["plain", "items"])
+@pytest.mark.parametrize("more", [{}, {"n": 3}, {"n": {"0": [4]}}])
+def test_list_becomes_the_dict_that_was_saved(tmp_path: Path, more: Any, load: Any) -> None:
+    saved = {"z": {"0": twos(1), "1": 7, **more}}
+    save(saved, tmp_path)
+    state: dict[str, Any] = {"z": [twos(0), 0]}
+    report = load(state, tmp_path)
+    assert state["z"].keys() == saved["z"].keys()
+    assert holds(state, saved)
+    assert report.loaded == ["z.0", "z.1"]
+
+
+def trees() -> st.SearchStrategy[Any]:
+    leaves = st.integers(0, 9) | st.text("ab", max_size=2) | st.integers(0, 9).map(twos)
+    return st.recursive(
+        leaves,
+        lambda parts: (
+            st.lists(parts, min_size=1, max_size=3)
+            | st.dictionaries(st.sampled_from("012a"), parts, min_size=1, max_size=3)
+        ),
+        max_leaves=8,
+    )
+
+
+@given(saved=trees(), local=trees() | st.sampled_from([None, {}, []]))
+@settings(max_examples=examples(60), deadline=None)
+def test_any_state_comes_to_hold_what_was_saved(
+    tmp_path_factory: pytest.TempPathFactory, saved: Any, local: Any
+) -> None:
+    path = tmp_path_factory.mktemp("trees")
+    pyckpt.save({"z": saved}, path / "a")
+    state = {"z": copy.deepcopy(local)}
+    load(state, path / "a", missing="keep")
+    assert holds(state["z"], saved)
 
 
 def test_gap_in_a_list_was_an_empty_dict(tmp_path: Path) -> None:
