@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from pyckpt.dcp.handing_on import Company, Keeper, Passage, Wanted, as_bytes, hand_on, reliefs
-from pyckpt.dcp.leaves import is_memory
+from pyckpt.dcp.leaves import is_memory, tell_autograd, values_of
 from pyckpt.dcp.neighbours import HELLO, Copy, Neighbours, numbers_of
 from pyckpt.dcp.read_items import StayingItems
 from pyckpt.dcp.reading import save_id_of
@@ -116,10 +116,14 @@ def read_shared(
 
     with Neighbours(company.rank, engine) as neighbours:
         load = _SharedLoad(reader, plan, planner, company, neighbours)
-        if automatic:
-            _share_on_hosts(load, company, begin)
-        else:
-            _share_everywhere(load, company, begin)
+        try:
+            if automatic:
+                _share_on_hosts(load, company, begin)
+            else:
+                _share_everywhere(load, company, begin)
+        finally:
+            # What other ranks have read for this one.
+            tell_autograd(values_of(planner, load.keys))
     return load.unverified
 
 
@@ -187,6 +191,11 @@ class _SharedLoad:
         """Whether any ranks copy from each other's memory."""
         self.unverified: set[str] = set()
         """Keys of what other ranks read for this one, and could not check."""
+
+    @property
+    def keys(self) -> set[str]:
+        """Keys of what this rank may get from others."""
+        return {one.item.dest_index.fqn for one in self._wanted}
 
     # --- among all ranks ---
 

@@ -227,14 +227,13 @@ class Growth:
         as_int = not isinstance(container, list) and _int_keys(container, path, siblings)
         for part, sub in node.items():
             name = sub if isinstance(sub, str) else None
-            has = name is not None and name in self._template.values
-            if has and not is_new:
+            if name is not None and name in self._template.values:
+                if is_new:
+                    self._move(name, (container, _new_key(part, as_int)))
                 continue
             key = keys[part] if part in keys else _new_key(part, as_int)
             current = self._template.child(container, key)
-            if has:
-                self._move(name, (container, key))
-            elif name is not None:
+            if name is not None:
                 self._add_value(name, (container, key), current, (*path, part))
             else:
                 self._add_container((container, key), current, sub, (*path, part), node)

@@ -65,8 +65,12 @@ def _load(path: Path, share_reads: bool | None) -> int:
     """Bytes that this rank read."""
     sharing.WORTH_BYTES = LARGE
     found = _empty()
+    large = list(found["large"].values())
+    before = [one._version for one in large]
     reader = pyckpt.DirectReader(path)
     report = pyckpt.load(found, reader=reader, share_reads=share_reads)
+    # Autograd sees the change, whichever rank has read it.
+    assert all(one._version > was for one, was in zip(large, before, strict=True))
     assert report.not_verified == []
     _check(found)
     return reader.statistics.bytes
