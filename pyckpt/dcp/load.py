@@ -221,7 +221,10 @@ def load(
                     no_dist=alone,
                     planner=planner,
                 )
-        except CheckpointException as error:
+        except BaseException as error:
+            planner._undo_changes()
+            if not isinstance(error, CheckpointException):
+                raise
             failure = error
         if failure is None:
             break

@@ -4,6 +4,7 @@ It works under any StorageReader. On each rank it compares the state with the me
 every key, so it needs no collectives beyond DCP's own. The caller's state is changed late:
 containers when all ranks have planned (`finish_plan`), and a created tensor goes in when its data
 has arrived (`commit_tensor`), so that a load that fails leaves no uninitialised tensors behind.
+`pyckpt.load` then gives the containers back what they held.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pyckpt.dcp.filling import TEMPORARY_BYTES
 from pyckpt.dcp.leaves import is_checkpointable, is_sharded_tensor, whole_size, with_attributes
 from pyckpt.dcp.read_items import StayingItems, read_object, read_tensor, whole
 from pyckpt.dcp.report import Conversion, LoadReport, Replacement, some
-from pyckpt.dcp.template import Growth, Slot, Template, is_empty, place
+from pyckpt.dcp.template import Growth, Slot, Template, Undo, is_empty, place
 from pyckpt.dcp.whole import KEYS
 from pyckpt.errors import LoadError
 from pyckpt.format.columns import columns_of
@@ -109,6 +110,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self._report = LoadReport()
         self._items: Sequence[ReadItem] = []
         self._plain: _C.PlainReads | None = None
+        self._undo = Undo()
         # Set by `pyckpt.load`, which knows the reader: whether it looks at no items of other ranks,
         # and whether it reads what is plain without an item for each.
         self._items_stay = False
@@ -151,6 +153,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 self.state_dict[name] = sharded_tensors.flattened(name, value)
         self._slots: dict[str, Slot] = dict(self._template.slots)
         self._growth: Growth | None = None
+        self._undo = Undo()
         # Created tensors that are not in the state yet, with the reads they wait for.
         self._pending: dict[str, int] = {}
         self._chunks: dict[Any, list[ChunkStorageMetadata]] = {}
@@ -402,15 +405,21 @@ class LoadPlanner(DefaultLoadPlanner):
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """All ranks have planned without an error: give the state its new structure."""
         for container, key, value in self._template.edits:
+            self._undo.note(container, key)
             container[key] = value
         if self._growth is not None:
-            self._growth.apply()
+            self._growth.apply(self._undo)
         for name in [name for name, reads in self._pending.items() if reads == 0]:
             self._put(name, self.state_dict[name])
         if isinstance(new_plan.items, StayingItems):
             new_plan = replace(new_plan, items=self._items)  # type: ignore[arg-type]
         self._items = new_plan.items
         return new_plan
+
+    def _undo_changes(self) -> None:
+        """After a load that has failed: give the state its old structure. Tensors that were there
+        stay as far as they are loaded."""
+        self._undo.run()
 
     def put_plain(self, names: Sequence[str], values: Sequence[Any]) -> None:
         """Put numbers, strings, bools and None in their places."""
@@ -466,6 +475,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return True
 
     def _put(self, name: str, value: Any) -> None:
+        self._undo.note(*self._slots[name])
         replacement: Replacement | None = place(name, self._slots[name], value)
         if replacement is not None:
             self._report.replaced.append(replacement)

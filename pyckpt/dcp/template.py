@@ -16,7 +16,7 @@ import torch
 from pyckpt.dcp.report import Replacement
 from pyckpt.errors import CorruptCheckpoint, LoadError
 
-__all__ = ["Growth", "Path", "Slot", "Template", "is_empty", "place"]
+__all__ = ["Growth", "Path", "Slot", "Template", "Undo", "is_empty", "place"]
 
 Path = tuple[str | int, ...]
 Slot = tuple[Any, Any]
@@ -148,6 +148,50 @@ def _name_of(value: Any) -> str:
     return "tensor" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
+class Undo:
+    """What was in the containers of a state, for a load that fails: another attempt, or a load of
+    another checkpoint, must not find what this one had begun to make of them."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Any, Any, Any]] = []
+        """(container, key, value); of a list, and of a dict as a whole, without a key."""
+        self._lists: set[int] = set()
+
+    def note(self, container: Any, key: Any) -> None:
+        """Note what is in a place, which is about to change; and what is in that, if it is a
+        container, which may stay and take over another content."""
+        current = _get(container, key)
+        if isinstance(container, list):
+            self.note_list(container)
+        else:
+            self._entries.append((container, key, current))
+        if isinstance(current, list):
+            self.note_list(current)
+        elif isinstance(current, dict):
+            self._entries.append((current, _ABSENT, dict(current)))
+
+    def note_list(self, items: list[Any]) -> None:
+        """Note what is in a list, which is about to change."""
+        if id(items) not in self._lists:
+            self._lists.add(id(items))
+            self._entries.append((items, _ABSENT, list(items)))
+
+    def run(self) -> None:
+        """Make all containers what they were."""
+        while self._entries:
+            container, key, before = self._entries.pop()
+            if isinstance(container, list):
+                container[:] = before
+            elif key is _ABSENT:
+                container.clear()
+                container.update(before)
+            elif before is _ABSENT:
+                container.pop(key, None)
+            else:
+                container[key] = before
+        self._lists.clear()
+
+
 class Growth:
     """What a state must become to hold every saved value under the entries that it has.
 
@@ -194,11 +238,17 @@ class Growth:
         self.taken = [name for name in missing if template.paths[name] in self._overridden]
         self.dropped = [name for name in missing if self._is_dropped(template.paths[name])]
 
-    def apply(self) -> None:
-        """Change the caller's containers: shorten lists, make containers, hold places."""
+    def apply(self, undo: Undo) -> None:
+        """Change the caller's containers: shorten lists, make containers, hold places.
+
+        Args:
+            undo: takes what was there.
+        """
         for items, length in self._cuts:
+            undo.note_list(items)
             del items[length:]
         for container, key, value in self._edits:
+            undo.note(container, key)
             if isinstance(container, list):
                 while len(container) <= key:
                     # DCP records nothing for an empty dict, so that is what a gap was.

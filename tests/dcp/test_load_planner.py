@@ -492,7 +492,69 @@ def test_failed_load_leaves_no_uninitialised_tensors(tmp_path: Path) -> None:
     state: dict[str, Any] = {"m": {"a": None}}
     with pytest.raises(OSError, match="no"):
         load(state, reader=Failing(tmp_path), trust_metadata=True)
-    assert state == {"m": {"a": None, "b": None}}
+    assert state == {"m": {"a": None}}
+
+
+GROWN: dict[str, Any] = {
+    "dict": {"a": 1, "b": [2, {"c": 3}], "t": ONES},
+    "list": [{"a": 1}],
+    "plain": [1, 2],
+    "kind": [ONES],
+    "none": {"x": ONES},
+    "one": (1, 2),
+}
+
+
+def outgrown() -> dict[str, Any]:
+    """A state that fits no checkpoint of `GROWN` before it has changed."""
+    shared: list[Any] = []
+    return {
+        "dict": {"t": 0, "b": shared},
+        "list": [{"a": 0}, {"b": 0}, 7],
+        "plain": [5, 6, 7],
+        "kind": {"0": ONES, "more": 1},
+        "none": None,
+        "one": {"y": {"z": 1}},
+        "copy": shared,
+    }
+
+
+@pytest.mark.parametrize("damaged", ["a tensor", "an object"])
+def test_failed_load_leaves_the_structure_of_the_state(tmp_path: Path, damaged: str) -> None:
+    last = {"copy": [4]} if damaged == "a tensor" else {"copy": {"end": datetime.timedelta(1)}}
+    save({**GROWN, **last}, tmp_path)
+    if damaged == "a tensor":
+        (file,) = tmp_path.glob("*.distcp")
+        data = bytearray(file.read_bytes())
+        data[data.index(ONES.numpy().tobytes()) + 4] ^= 1
+        file.write_bytes(data)
+    state = outgrown()
+    parts = dict(state)
+    with pytest.raises((CorruptCheckpoint, UnsafeCheckpoint)):
+        pyckpt.load(state, tmp_path)
+    assert repr(state) == repr(outgrown())
+    assert all(state[name] is part for name, part in parts.items())
+    pyckpt.save({"dict": {"t": 1, "b": [8]}, "copy": [ONES]}, tmp_path / "other")
+    parts = {name: state[name] for name in ("dict", "copy")}
+    pyckpt.load(parts, tmp_path / "other")
+    assert repr(parts) == repr({"dict": {"t": 1, "b": [8]}, "copy": [ONES]})
+
+
+def test_checkpoint_that_is_saved_over_with_other_names(tmp_path: Path) -> None:
+    pyckpt.save({"x": {"b": torch.zeros(3), "l": [ONES] * 2}}, tmp_path)
+
+    class SavedOver(pyckpt.DirectReader):
+        reads = 0
+
+        def read_data(self, plan: Any, planner: Any) -> Any:
+            self.reads += 1
+            if self.reads == 1:
+                pyckpt.save({"x": {"a": ONES, "l": [ONES] * 3}}, tmp_path, overwrite=True)
+            return super().read_data(plan, planner)
+
+    state: dict[str, Any] = {"x": {"l": [torch.zeros(3)] * 4}}
+    load(state, reader=SavedOver(tmp_path))
+    assert repr(state) == repr({"x": {"l": [ONES] * 3, "a": ONES}})
 
 
 # --- objects --------------------------------------------------------------------------------------
