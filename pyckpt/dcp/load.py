@@ -422,6 +422,7 @@ class _SharingReader(_HonestReader):
                 self._group,
                 automatic=self._automatic,
                 failure=self._failure,
+                marks=True,
             )
         future: Future[None] = Future()
         future.set_result(None)

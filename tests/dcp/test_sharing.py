@@ -191,7 +191,7 @@ def test_an_error_of_one_rank_fails_on_all(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(3, _load_dying, path)
     assert sorted(caught.value.failures) == [0, 1, 2]
-    assert all("injected" in str(failure) for failure in caught.value.failures.values())
+    assert all("injected (rank 1)" in str(failure) for failure in caught.value.failures.values())
 
 
 def _restore(path: Path) -> tuple[int, int]:
