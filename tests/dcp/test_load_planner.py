@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _load_helpers import load_stock_file, round_trip, save
 from _ranks import run_ranks
-from _sampling import examples
+from _sampling import examples, slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
@@ -894,6 +894,42 @@ def fail_on_ranks(path: Path) -> None:
     assert missing.value.missing == ("zz",)
     with pytest.raises(FileNotFoundError, match="ranks 0, 1"):
         load({"a": torch.zeros(3)}, reader=FileSystemReader(path / "none"), trust_metadata=True)
+
+
+class FailsOn:
+    """An object whose method fails on rank 1."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._return("state_dict", {"x": 0})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._return("load_state_dict", state)
+
+    def _return(self, method: str, value: dict[str, Any]) -> dict[str, Any]:
+        if method == self.method and torch.distributed.get_rank():
+            raise ValueError("no state")
+        return value
+
+
+def fail_in_an_object(path: Path, method: str, options: dict[str, Any]) -> None:
+    with pytest.raises(LoadError, match=r"^loading failed: rank 1: ValueError: no state$"):
+        load({"o": FailsOn(method)}, path, **options)
+    load({"o": FailsOn("neither")}, path, **options)
+    if torch.distributed.get_rank():  # alone, it is its own error, and nobody waits
+        with pytest.raises(ValueError, match=r"^no state$"):
+            load({"o": FailsOn(method)}, path, no_dist=True)
+
+
+@pytest.mark.parametrize("share_reads", [True, slow(False), slow(None)])
+@pytest.mark.parametrize("method", ["state_dict", "load_state_dict"])
+def test_an_object_that_fails_on_one_rank(
+    tmp_path: Path, method: str, share_reads: bool | None
+) -> None:
+    save({"o": {"x": 1}}, tmp_path)
+    run_ranks(2, fail_in_an_object, tmp_path, method, {"share_reads": share_reads})
 
 
 class Picky(Exception):
