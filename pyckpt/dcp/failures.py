@@ -20,7 +20,7 @@ from pyckpt.errors import (
     UnsafeCheckpoint,
 )
 
-__all__ = ["Carried", "error_of", "portable", "portable_errors", "said"]
+__all__ = ["Carried", "OfAnother", "error_of", "portable", "portable_errors", "said"]
 
 
 class Carried(BaseException):
@@ -29,6 +29,20 @@ class Carried(BaseException):
 
 class Described(Exception):
     """Stands for an error that cannot be sent to other ranks, and has its text."""
+
+
+class OfAnother(Exception):
+    """Another rank's error, raised on a rank that has not failed and cannot go on without it.
+
+    Args:
+        rank: which has failed, of the group.
+        error: its error, as `portable` returned it.
+    """
+
+    def __init__(self, rank: int, error: Exception) -> None:
+        super().__init__(rank, error)
+        self.rank = rank
+        self.error = error
 
 
 def said(error: BaseException) -> str:
@@ -49,6 +63,8 @@ def portable(error: Exception) -> Exception:
     Pickle cannot copy many exceptions that have constructors of their own. DCP does not catch the
     failure to pickle, so the ranks would wait for each other.
     """
+    if isinstance(error, OfAnother):
+        return error
     known = _known(type(error))
     if known is type(error):
         try:
@@ -90,7 +106,11 @@ def error_of(
     class, or its nearest base that is built in or pyckpt's. Otherwise it is a ``kind``. The errors
     of all ranks are chained to it.
     """
-    errors = {rank: _unwrapped(error) for rank, (error, _) in sorted(failure.failures.items())}
+    found = {rank: _unwrapped(error) for rank, (error, _) in sorted(failure.failures.items())}
+    others = [error for error in found.values() if isinstance(error, OfAnother)]
+    errors = {rank: error for rank, error in found.items() if not isinstance(error, OfAnother)}
+    # A rank that has failed may have been kept from saying so.
+    errors = errors or {other.rank: other.error for other in others}
     first = next(iter(errors.values()))
     for error in errors.values():
         if not isinstance(error, Exception):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from pyckpt.dcp.failures import portable
+from pyckpt.dcp.failures import OfAnother, portable
 
 __all__ = [
     "Company",
@@ -103,7 +103,8 @@ class Company:
         """What ``do`` returns, once it has returned on all ranks.
 
         Raises:
-            Exception: what it raised, on this rank or else on another.
+            Exception: what it raised on this rank.
+            OfAnother: what it raised on another.
         """
         return self._agree(do, lambda _: 0)[0]
 
@@ -114,7 +115,8 @@ class Company:
             make: what this rank says: numbers, on the CPU.
 
         Raises:
-            Exception: what it raised, on this rank or else on another.
+            Exception: what it raised on this rank.
+            OfAnother: what it raised on another.
         """
         device = self.device_for("cpu")
 
@@ -142,7 +144,8 @@ class Company:
             make: what this rank says: as many numbers as the others, of 64 bits.
 
         Raises:
-            Exception: what it raised, on this rank or else on another.
+            Exception: what it raised on this rank.
+            OfAnother: what it raised on another.
         """
         *rows, own = self._told.unbind(0)
         failure: Exception | None = None
@@ -191,7 +194,7 @@ class Company:
         dist.all_gather_object(failures, own, group=self.group)
         if failure is not None:
             raise failure
-        raise next(error for error in failures if error is not None)
+        raise next(OfAnother(i, error) for i, error in enumerate(failures) if error is not None)
 
 
 def as_bytes(tensor: torch.Tensor) -> bytearray:

@@ -4,7 +4,7 @@ copied."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -25,6 +25,8 @@ __all__ = [
     "is_sharded_tensor",
     "local_tensor",
     "plans_itself",
+    "tell_autograd",
+    "values_of",
     "whole_size",
     "with_attributes",
 ]
@@ -210,3 +212,18 @@ class Leaves:
 
 def _missing(values: Iterable[Any]) -> list[int]:
     return [i for i, value in enumerate(values) if value is None]
+
+
+def values_of(planner: Any, keys: Iterable[str]) -> list[Any]:
+    """The values of the state that a planner has under these keys; none where it keeps no state."""
+    values = getattr(planner, "state_dict", None)
+    return list(map(values.get, keys)) if isinstance(values, Mapping) else []
+
+
+def tell_autograd(filled: Iterable[Any]) -> None:
+    """Say that the engine has written to tensors, as torch's own operations say it of theirs. A
+    backward pass that needs the values from before raises then, and computes nothing wrong."""
+    tensors = [one for one in filled if isinstance(one, torch.Tensor)]
+    tensors += [one._local_tensor for one in tensors if isinstance(one, DTensor)]
+    # Those made in inference mode count no changes.
+    torch.autograd.graph.increment_version([one for one in tensors if not one.is_inference()])

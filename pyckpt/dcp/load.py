@@ -34,6 +34,7 @@ from pyckpt.dcp.planner import Create, LoadPlanner
 from pyckpt.dcp.reader import DirectReader
 from pyckpt.dcp.renaming import Rename, function_of, moved, renamed
 from pyckpt.dcp.report import LoadReport
+from pyckpt.dcp.together import together
 from pyckpt.dcp.whole import decode_in_place
 from pyckpt.engine import Engine
 from pyckpt.errors import CheckpointReplaced, LoadError
@@ -110,6 +111,10 @@ def load(
     keys that were saved and that the state lacks are created, and no code of the file is run: see
     `LoadPlanner`.
 
+    A load that fails leaves the state with the keys and lists that it had. Its values may be a part
+    of what was saved. Autograd sees that a load has changed a tensor, as it sees ``copy_``: what was
+    computed before with such a tensor may have no backward pass any more.
+
     ``load(path)``, with the checkpoint's directory alone, returns all that the checkpoint holds, in
     dicts and lists as it was saved, with whole tensors on ``device``. Each process then loads for
     itself. This form takes ``allow``, ``device``, ``verify``, ``direct`` and ``engine``.
@@ -182,10 +187,15 @@ def load(
         talks = dist.get_world_size(process_group) > 1 and is_known_to_carry(process_group)
         shares = is_known and talks
     for attempt in range(_ATTEMPTS):
-        states = {
-            key: value.state_dict() if _is_stateful(value) else value
-            for key, value in sorted(state_dict.items(), key=lambda entry: str(entry[0]))
-        }
+        states: dict[str, Any] = {}
+        refusal: Exception | None = None
+        try:
+            for key, value in sorted(state_dict.items(), key=lambda entry: str(entry[0])):
+                states[key] = value.state_dict() if _is_stateful(value) else value
+        except Exception as error:
+            if alone:
+                raise
+            refusal = error  # the other ranks wait for what this one says
         change = partial(_renamed, state_dict, function_of(rename))
         if isinstance(state_dict, _Everything):
             change = partial(_filled, states)
@@ -195,6 +205,7 @@ def load(
             )
         else:
             shown = _HonestReader(reader, change)
+        shown.refusal = refusal
         planner = LoadPlanner(
             missing=missing,
             unexpected=unexpected,
@@ -222,20 +233,22 @@ def load(
                     no_dist=alone,
                     planner=planner,
                 )
-        except CheckpointException as error:
+        except BaseException as error:
+            planner._undo_changes()
+            if not isinstance(error, CheckpointException):
+                raise
             failure = error
         if failure is None:
             break
         # Out of the handler, so that DCP's rendering of the same errors is not shown with them.
         if attempt == _ATTEMPTS - 1 or not _is_replaced(failure):
             raise error_of(failure, alone=alone, kind=LoadError, doing="loading")
-    decode_in_place(states)
-    for key, value in states.items():
-        entry: Any = state_dict.get(key)
-        if _is_stateful(entry):
-            entry.load_state_dict(value)
-        else:
-            state_dict[key] = value
+    if alone:
+        _hand_back(states, state_dict)
+    else:
+        together(
+            lambda: _hand_back(states, state_dict), process_group=process_group, doing="loading"
+        )
     report = _finish(planner.report, reader, shown.of_others, time.perf_counter() - start)
     if not inside() and not _rank(process_group):
         _logger.info("%s: %s", where, report.summary)
@@ -257,6 +270,17 @@ def load_all(
     state = _Everything()
     load(state, reader=reader, allow=allow, device=device, no_dist=True)
     return dict(state)
+
+
+def _hand_back(states: dict[str, Any], state_dict: dict[str, Any]) -> None:
+    """Put what was loaded where it was asked for."""
+    decode_in_place(states)
+    for key, value in states.items():
+        entry: Any = state_dict.get(key)
+        if _is_stateful(entry):
+            entry.load_state_dict(value)
+        else:
+            state_dict[key] = value
 
 
 class _Everything(dict[str, Any]):
@@ -346,6 +370,8 @@ class _HonestReader:
         self._reader = reader
         self.of_others: set[str] = set()
         """Keys of what other ranks read for this one, and could not check."""
+        self.refusal: Exception | None = None
+        """Why this rank cannot load. It says so where the ranks first tell each other of errors."""
         # Where ranks saved without collectives each has a metadata file; DCP tries that next, if
         # the reader can take the rank, which it tells from the signature.
         has_rank_files = "kwargs" in inspect.signature(reader.read_metadata).parameters
@@ -354,6 +380,8 @@ class _HonestReader:
         @functools.wraps(reader.read_metadata)
         def read_metadata(*args: Any, **kwargs: Any) -> Metadata:
             nonlocal absent
+            if self.refusal is not None:
+                raise Carried(portable(self.refusal)) from self.refusal
             try:
                 return change(reader.read_metadata(*args, **kwargs))
             except FileNotFoundError as error:
@@ -420,6 +448,7 @@ class _SharingReader(_HonestReader):
                 self._group,
                 automatic=self._automatic,
                 failure=self._failure,
+                marks=True,
             )
         future: Future[None] = Future()
         future.set_result(None)

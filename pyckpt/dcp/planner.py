@@ -4,6 +4,7 @@ It works under any StorageReader. On each rank it compares the state with the me
 every key, so it needs no collectives beyond DCP's own. The caller's state is changed late:
 containers when all ranks have planned (`finish_plan`), and a created tensor goes in when its data
 has arrived (`commit_tensor`), so that a load that fails leaves no uninitialised tensors behind.
+`pyckpt.load` also gives the containers back their old structure then.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pyckpt.dcp.filling import TEMPORARY_BYTES
 from pyckpt.dcp.leaves import is_checkpointable, is_sharded_tensor, whole_size, with_attributes
 from pyckpt.dcp.read_items import StayingItems, read_object, read_tensor, whole
 from pyckpt.dcp.report import Conversion, LoadReport, Replacement, some
-from pyckpt.dcp.template import Growth, Slot, Template, is_empty, place
+from pyckpt.dcp.template import Growth, Slot, Template, Undo, is_empty, place
 from pyckpt.dcp.whole import KEYS
 from pyckpt.errors import LoadError
 from pyckpt.format.columns import columns_of
@@ -55,8 +56,8 @@ class LoadPlanner(DefaultLoadPlanner):
     list, dict or tensor, stand for "whatever was saved"; a list takes the length it had. Tensors
     that the state has are loaded in place: a dtype that differs is converted, a shape that differs
     is an error. A value of another kind than saved (an int where a tensor was saved, a tensor where
-    None was) gives way to what was saved. Top-level entries that the caller does not pass are not
-    loaded. `report` tells of all of it.
+    None was, a dict where a list was) gives way to what was saved. Top-level entries that the
+    caller does not pass are not loaded. `report` tells of all of it.
 
     DCP records no empty dicts, though `pyckpt.save` does. So empty dicts at the end of a list that
     the caller passes may stay beyond its saved length.
@@ -112,6 +113,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self._report = LoadReport()
         self._items: Sequence[ReadItem] = []
         self._plain: _C.PlainReads | None = None
+        self._undo = Undo()
         # Set by `pyckpt.load`, which knows the reader: whether it looks at no items of other ranks,
         # and whether it reads what is plain without an item for each.
         self._items_stay = False
@@ -171,6 +173,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 self.state_dict[name] = sharded_tensors.flattened(name, value)
         self._slots: dict[str, Slot] = dict(self._template.slots)
         self._growth: Growth | None = None
+        self._undo = Undo()
         # Created tensors that are not in the state yet, with the reads they wait for.
         self._pending: dict[str, int] = {}
         self._chunks: dict[Any, list[ChunkStorageMetadata]] = {}
@@ -202,7 +205,7 @@ class LoadPlanner(DefaultLoadPlanner):
         saved = {name: item for name, item in found.items() if item is not None}
         saved |= {name: all_saved[name] for name in extra}
         self._saved = saved
-        if missing or extra:
+        if missing or extra or self._is_numbered_otherwise():
             self._settle(missing, extra, report)
 
         to_create: list[tuple[str, torch.device]] = []
@@ -244,6 +247,17 @@ class LoadPlanner(DefaultLoadPlanner):
                 inside = path[0] in passed
                 (extra if inside else report.left_out).append(name)
         return extra
+
+    def _is_numbered_otherwise(self) -> bool:
+        """Whether the state has a list where a dict was saved, or the reverse: both have the same
+        keys."""
+        assert self.metadata is not None
+        for depth, name in self._template.numbered:
+            path, own = path_of(self.metadata, name), self._template.paths[name]
+            is_alike = len(path) == len(own) and list(map(str, path)) == list(map(str, own))
+            if is_alike and isinstance(path[depth], int) is not isinstance(own[depth], int):
+                return True
+        return False
 
     def _settle(self, missing: list[str], extra: list[str], report: LoadReport) -> None:
         """Apply the policies to ``missing`` and ``extra``; what of ``extra`` is not to be loaded is
@@ -411,15 +425,21 @@ class LoadPlanner(DefaultLoadPlanner):
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """All ranks have planned without an error: give the state its new structure."""
         for container, key, value in self._template.edits:
+            self._undo.note(container, key)
             container[key] = value
         if self._growth is not None:
-            self._growth.apply()
+            self._growth.apply(self._undo)
         for name in [name for name, reads in self._pending.items() if reads == 0]:
             self._put(name, self.state_dict[name])
         if isinstance(new_plan.items, StayingItems):
             new_plan = replace(new_plan, items=self._items)  # type: ignore[arg-type]
         self._items = new_plan.items
         return new_plan
+
+    def _undo_changes(self) -> None:
+        """After a load that has failed: give the state its old structure. Tensors, and numbers that
+        were numbers, stay as far as they are loaded."""
+        self._undo.run()
 
     def put_plain(self, names: Sequence[str], values: Sequence[Any]) -> None:
         """Put numbers, strings, bools and None in their places."""
@@ -475,6 +495,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return True
 
     def _put(self, name: str, value: Any) -> None:
+        self._undo.note(*self._slots[name])
         replacement: Replacement | None = place(name, self._slots[name], value)
         if replacement is not None:
             self._report.replaced.append(replacement)

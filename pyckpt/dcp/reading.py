@@ -12,13 +12,14 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.tensor import DTensor
 
 from pyckpt import _C
 from pyckpt.dcp import objects
 from pyckpt.dcp.checking import Verification, damaged
 from pyckpt.dcp.filling import FILES_MAX, TEMPORARY_BYTES, FileReads, row_major
 from pyckpt.dcp.folder import Folder, Job, LocalFolder, read_metadata
-from pyckpt.dcp.leaves import is_plain_type
+from pyckpt.dcp.leaves import is_plain_type, tell_autograd, values_of
 from pyckpt.dcp.read_items import StayingItems, read_object
 from pyckpt.dcp.renaming import as_saved
 from pyckpt.dcp.whole import is_special
@@ -70,6 +71,7 @@ class Load:
         self._saved: dict[str, TensorStorageMetadata] = {}
         self._chunk_sizes: dict[str, dict[tuple[int, ...], torch.Size]] = {}
         self._items: Sequence[ReadItem] = ()  # all of the load
+        self._targets: list[tuple[ReadItem, torch.Tensor]] = []  # which the engine writes to
 
     @cached_property
     def expected_bytes(self) -> int:
@@ -107,6 +109,8 @@ class Load:
         except FileNotFoundError as error:
             self._refuse_replaced(error)
             raise
+        finally:
+            self._tell_autograd()
 
     def _run(self, items: Sequence[ReadItem]) -> None:
         storage: dict[Any, StorageInfo] = self._metadata.storage_data
@@ -130,18 +134,17 @@ class Load:
                 tensors.append((item, info))
         payloads = self._locate(tensors)
         opaque = []
-        done: list[tuple[ReadItem, torch.Tensor]] = []
         for (item, info), payload in zip(tensors, payloads, strict=True):
             if payload is None:
                 opaque.append((item, info))
                 continue
             target = self._planner.resolve_tensor(item).detach()
             _check_size(item, target)
+            self._targets.append((item, target))
             self._files.add_tensor(item, self._checks.of(item, info, payload), target)
-            done.append((item, target))
         self._files.flush()
         self._checks.check_tensors()
-        for item, target in done:
+        for item, target in self._targets:
             self._planner.commit_tensor(item, target)
         self._read_whole(opaque, self._load_opaque)
         if plain is not None:
@@ -169,6 +172,15 @@ class Load:
         planner.put_plain(names, values)
         for name, item in others:
             planner.load_bytes(read_object(name), io.BytesIO(item))
+
+    def _tell_autograd(self) -> None:
+        tell_autograd(target for _, target in self._targets)
+        # A DTensor counts its changes itself, beside its local tensor, which is the target.
+        keys = {item.dest_index.fqn for item, _ in self._targets}
+        wholes = [one for one in values_of(self._planner, keys) if isinstance(one, DTensor)]
+        plain = self._items.plain if isinstance(self._items, StayingItems) else None
+        read = [] if plain is None else values_of(self._planner, plain.names())
+        tell_autograd([*wholes, *read])
 
     def _refuse_replaced(self, error: FileNotFoundError) -> None:
         """Raise where a save has swept out what was read from, as is its right."""

@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from pyckpt.dcp.failures import OfAnother
 from pyckpt.dcp.handing_on import Company, Keeper, Passage, Wanted, as_bytes, hand_on, reliefs
-from pyckpt.dcp.leaves import is_memory
+from pyckpt.dcp.leaves import is_memory, tell_autograd, values_of
 from pyckpt.dcp.neighbours import HELLO, Copy, Neighbours, numbers_of
 from pyckpt.dcp.read_items import StayingItems
 from pyckpt.dcp.reading import save_id_of
@@ -83,6 +84,7 @@ def read_shared(
     *,
     automatic: bool = False,
     failure: Exception | None = None,
+    marks: bool = False,
 ) -> set[str]:
     """Load the items of a plan, each from the file system or from another rank.
 
@@ -99,12 +101,30 @@ def read_shared(
         automatic: share what is worth it alone: much, among ranks of one host that want the same
             large tensors, and that can copy from each other's memory.
         failure: why this rank cannot load, which the others have to hear.
+        marks: raise what another rank raised as `OfAnother`.
 
     Returns the keys of what other ranks read for this one, and could not check.
 
     Raises:
         Exception: whatever the reader or the planner raised, on this rank or else on another.
     """
+    try:
+        return _read_shared(reader, plan, planner, group, automatic, failure)
+    except OfAnother as other:
+        if marks:
+            raise
+        error = other.error
+    raise error
+
+
+def _read_shared(
+    reader: Any,
+    plan: LoadPlan,
+    planner: LoadPlanner,
+    group: dist.ProcessGroup | None,
+    automatic: bool,
+    failure: Exception | None,
+) -> set[str]:
     company = Company(group)
 
     def begin() -> None:
@@ -116,10 +136,14 @@ def read_shared(
 
     with Neighbours(company.rank, engine) as neighbours:
         load = _SharedLoad(reader, plan, planner, company, neighbours)
-        if automatic:
-            _share_on_hosts(load, company, begin)
-        else:
-            _share_everywhere(load, company, begin)
+        try:
+            if automatic:
+                _share_on_hosts(load, company, begin)
+            else:
+                _share_everywhere(load, company, begin)
+        finally:
+            # What other ranks have read for this one.
+            tell_autograd(values_of(planner, load.keys))
     return load.unverified
 
 
@@ -187,6 +211,11 @@ class _SharedLoad:
         """Whether any ranks copy from each other's memory."""
         self.unverified: set[str] = set()
         """Keys of what other ranks read for this one, and could not check."""
+
+    @property
+    def keys(self) -> set[str]:
+        """Keys of what this rank may get from others."""
+        return {one.item.dest_index.fqn for one in self._wanted}
 
     # --- among all ranks ---
 

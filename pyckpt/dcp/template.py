@@ -16,7 +16,7 @@ import torch
 from pyckpt.dcp.report import Replacement
 from pyckpt.errors import CorruptCheckpoint, LoadError
 
-__all__ = ["Growth", "Path", "Slot", "Template", "is_empty", "place"]
+__all__ = ["Growth", "Path", "Slot", "Template", "Undo", "is_empty", "place"]
 
 Path = tuple[str | int, ...]
 Slot = tuple[Any, Any]
@@ -43,31 +43,41 @@ class Template:
         self.paths: dict[str, Path] = {}
         self.edits: list[tuple[Any, Any, Any]] = []
         """(container, key, value) to be set when the load goes ahead."""
+        self.numbered: list[tuple[int, str]] = []
+        """For each list, and each dict whose first key is a number: how deep it is, and a value in
+        it. Both give their values the same names."""
         self._copies: dict[tuple[int, Any], Any] = {}
         self._seen: set[int] = set()
         self._walk(state_dict, state_dict.items(), (), "")
 
-    def _walk(self, container: Any, items: Iterable[Any], path: Path, prefix: str) -> None:
+    def _walk(self, container: Any, items: Iterable[Any], path: Path, prefix: str) -> str | None:
+        """Find the values in a container. Returns the name of one."""
         values, slots, paths = self.values, self.slots, self.paths
         by_name = not isinstance(container, list)
+        found: str | None = None
         for key, value in items:
             part = key if type(key) is str or not by_name else str(key)
             name = f"{prefix}{part}"
             if type(value) not in _PLAIN and not isinstance(value, torch.Tensor):
                 if isinstance(value, Mapping):
                     value = self._own(container, key, value)
-                    self._walk(value, value.items(), (*path, part), f"{name}.")
+                    found = self._walk(value, value.items(), (*path, part), f"{name}.") or found
                     continue
                 if isinstance(value, list):
                     value = self._own(container, key, value)
                     if _taken_apart(value):
-                        self._walk(value, enumerate(value), (*path, part), f"{name}.")
+                        inner = self._walk(value, enumerate(value), (*path, part), f"{name}.")
+                        found = inner or found
                         continue
             if name in values:
                 raise LoadError(f"two values of the state are both named {name!r}")
             values[name] = value
             slots[name] = (container, key)
             paths[name] = (*path, part)
+            found = name
+        if found is not None and path and (not by_name or _is_number(next(iter(container)))):
+            self.numbered.append((len(path), found))
+        return found
 
     def _own(self, container: Any, key: Any, value: Any) -> Any:
         """Return ``value``, or a copy where the same container stands in two places.
@@ -85,6 +95,10 @@ class Template:
     def child(self, container: Any, key: Any) -> Any:
         """Look into a container of the state as it will be after ``edits``."""
         return self._copies.get((id(container), key), _get(container, key))
+
+
+def _is_number(key: Any) -> bool:
+    return str(key).isdecimal()
 
 
 def _taken_apart(value: list[Any]) -> bool:
@@ -134,11 +148,56 @@ def _name_of(value: Any) -> str:
     return "tensor" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
+class Undo:
+    """What was in the containers of a state, for a load that fails: another attempt, or a load of
+    another checkpoint, must not find what this one had begun to make of them."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Any, Any, Any]] = []
+        """(container, key, value); of a list, and of a dict as a whole, without a key."""
+        self._lists: set[int] = set()
+
+    def note(self, container: Any, key: Any) -> None:
+        """Note what is in a place, which is about to change; and what is in that, if it is a
+        container, which may stay and take over another content."""
+        current = _get(container, key)
+        if isinstance(container, list):
+            self.note_list(container)
+        else:
+            self._entries.append((container, key, current))
+        if isinstance(current, list):
+            self.note_list(current)
+        elif isinstance(current, dict):
+            self._entries.append((current, _ABSENT, dict(current)))
+
+    def note_list(self, items: list[Any]) -> None:
+        """Note what is in a list, which is about to change."""
+        if id(items) not in self._lists:
+            self._lists.add(id(items))
+            self._entries.append((items, _ABSENT, list(items)))
+
+    def run(self) -> None:
+        """Make all containers what they were."""
+        while self._entries:
+            container, key, before = self._entries.pop()
+            if isinstance(container, list):
+                container[:] = before
+            elif key is _ABSENT:
+                container.clear()
+                container.update(before)
+            elif before is _ABSENT:
+                container.pop(key, None)
+            else:
+                container[key] = before
+        self._lists.clear()
+
+
 class Growth:
     """What a state must become to hold every saved value under the entries that it has.
 
     Attributes:
-        slots: for each saved key that the state lacks, where it goes.
+        slots: for each saved key that the state lacks, or has in a container that gives way to one
+            of another kind, where it goes.
         taken: keys of the state that are not missing, because a dict or list was saved in their
             place: None that stood for it, for one.
         dropped: keys that are not missing either, but go: beyond the end of a list that was shorter
@@ -179,11 +238,17 @@ class Growth:
         self.taken = [name for name in missing if template.paths[name] in self._overridden]
         self.dropped = [name for name in missing if self._is_dropped(template.paths[name])]
 
-    def apply(self) -> None:
-        """Change the caller's containers: shorten lists, make containers, hold places."""
+    def apply(self, undo: Undo) -> None:
+        """Change the caller's containers: shorten lists, make containers, hold places.
+
+        Args:
+            undo: takes what was there.
+        """
         for items, length in self._cuts:
+            undo.note_list(items)
             del items[length:]
         for container, key, value in self._edits:
+            undo.note(container, key)
             if isinstance(container, list):
                 while len(container) <= key:
                     # DCP records nothing for an empty dict, so that is what a gap was.
@@ -192,7 +257,18 @@ class Growth:
 
     # --- planning -----------------------------------------------------------------------------
 
-    def _grow(self, container: Any, node: Tree, path: Path, siblings: Tree) -> None:
+    def _grow(
+        self, container: Any, node: Tree, path: Path, siblings: Tree, *, is_new: bool = False
+    ) -> None:
+        """Plan what a container has to hold.
+
+        Args:
+            container: the state's, or a new one.
+            node: what was saved of it.
+            path: where it is.
+            siblings: what was saved beside it.
+            is_new: whether it takes the place of what the state has, or of nothing.
+        """
         if isinstance(container, list):
             self._measure(container, node, path)
             keys: Mapping[str | int, Any] = {index: index for index in range(len(container))}
@@ -202,6 +278,8 @@ class Growth:
         for part, sub in node.items():
             name = sub if isinstance(sub, str) else None
             if name is not None and name in self._template.values:
+                if is_new:
+                    self._move(name, (container, _new_key(part, as_int)))
                 continue
             key = keys[part] if part in keys else _new_key(part, as_int)
             current = self._template.child(container, key)
@@ -209,6 +287,11 @@ class Growth:
                 self._add_value(name, (container, key), current, (*path, part))
             else:
                 self._add_container((container, key), current, sub, (*path, part), node)
+
+    def _move(self, name: str, slot: Slot) -> None:
+        """Have a new container take a value out of the one that it replaces."""
+        self.slots[name] = slot
+        self._edits.append((*slot, self._template.child(*self._template.slots[name])))
 
     def _add_value(self, name: str, slot: Slot, current: Any, path: Path) -> None:
         self.slots[name] = slot
@@ -222,7 +305,8 @@ class Growth:
     ) -> None:
         is_list = _is_list(sub, path)
         wanted: type[Any] = list if is_list else Mapping
-        if not isinstance(current, wanted):
+        is_new = not isinstance(current, wanted)
+        if is_new:
             if current is not _ABSENT:
                 self._overridden.add(path)
                 if not is_empty(current):
@@ -233,7 +317,7 @@ class Growth:
         elif is_list and not _taken_apart(current):
             # One value to the state, several to the checkpoint; the list itself stays.
             self._overridden.add(path)
-        self._grow(current, sub, path, siblings)
+        self._grow(current, sub, path, siblings, is_new=is_new)
 
     def _measure(self, items: list[Any], node: Tree, path: Path) -> None:
         length = 1 + max(index for index in node if isinstance(index, int))

@@ -17,6 +17,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _load_helpers import load_stock_file, round_trip, save
 from _ranks import run_ranks
+from _sampling import examples, slow
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
@@ -201,6 +204,77 @@ def test_lists_of_tensors(tmp_path: Path) -> None:
     assert torch.equal(state["l"][1], ONES * 2)
     assert torch.equal(state["m"][1][0], ONES * 3)
     assert [len(inner) for inner in state["m"]] == [1, 2]
+
+
+def twos(value: float) -> torch.Tensor:
+    return torch.full((2,), float(value))
+
+
+def holds(found: Any, saved: Any) -> bool:
+    """Whether all that was saved is in a state, which may have more."""
+    if isinstance(saved, dict):
+        is_there = isinstance(found, dict) and saved.keys() <= found.keys()
+        return is_there and all(holds(found[key], part) for key, part in saved.items())
+    if isinstance(saved, list):
+        is_there = isinstance(found, list) and len(saved) <= len(found)
+        return is_there and all(holds(*parts) for parts in zip(found, saved, strict=False))
+    if isinstance(saved, torch.Tensor):
+        return isinstance(found, torch.Tensor) and torch.equal(found, saved)
+    return type(found) is type(saved) and bool(found == saved)
+
+
+@pytest.mark.parametrize("load", [pyckpt.load, load_stock_file], ids=["plain", "items"])
+@pytest.mark.parametrize("local", [{"0": twos(0)}, {0: twos(0)}, {"0": twos(0), "1": twos(0)}])
+def test_dict_becomes_the_list_that_was_saved(tmp_path: Path, local: Any, load: Any) -> None:
+    save({"z": [twos(1), twos(2)]}, tmp_path)
+    state = {"z": dict(local)}
+    first = state["z"][next(iter(local))]
+    report = load(state, tmp_path)
+    assert type(state["z"]) is list
+    assert len(state["z"]) == 2
+    assert holds(state, {"z": [twos(1), twos(2)]})
+    assert state["z"][0] is first
+    assert report.replaced == [Replacement("z", "dict", "list")]
+    # Only "fill" changes what the state is made of.
+    state = {"z": dict(local)}
+    load(state, tmp_path, unexpected="ignore")
+    assert list(state["z"]) == list(local)
+
+
+@pytest.mark.parametrize("load", [pyckpt.load, load_stock_file], ids=["plain", "items"])
+@pytest.mark.parametrize("more", [{}, {"n": 3}, {"n": {"0": [4]}}])
+def test_list_becomes_the_dict_that_was_saved(tmp_path: Path, more: Any, load: Any) -> None:
+    saved = {"z": {"0": twos(1), "1": 7, **more}}
+    save(saved, tmp_path)
+    state: dict[str, Any] = {"z": [twos(0), 0]}
+    report = load(state, tmp_path)
+    assert state["z"].keys() == saved["z"].keys()
+    assert holds(state, saved)
+    assert report.loaded == ["z.0", "z.1"]
+
+
+def trees() -> st.SearchStrategy[Any]:
+    leaves = st.integers(0, 9) | st.text("ab", max_size=2) | st.integers(0, 9).map(twos)
+    return st.recursive(
+        leaves,
+        lambda parts: (
+            st.lists(parts, min_size=1, max_size=3)
+            | st.dictionaries(st.sampled_from("012a"), parts, min_size=1, max_size=3)
+        ),
+        max_leaves=8,
+    )
+
+
+@given(saved=trees(), local=trees() | st.sampled_from([None, {}, []]))
+@settings(max_examples=examples(60), deadline=None)
+def test_any_state_comes_to_hold_what_was_saved(
+    tmp_path_factory: pytest.TempPathFactory, saved: Any, local: Any
+) -> None:
+    path = tmp_path_factory.mktemp("trees")
+    pyckpt.save({"z": saved}, path / "a")
+    state = {"z": copy.deepcopy(local)}
+    load(state, path / "a", missing="keep")
+    assert holds(state["z"], saved)
 
 
 def test_gap_in_a_list_was_an_empty_dict(tmp_path: Path) -> None:
@@ -426,7 +500,69 @@ def test_failed_load_leaves_no_uninitialised_tensors(tmp_path: Path) -> None:
     state: dict[str, Any] = {"m": {"a": None}}
     with pytest.raises(OSError, match="no"):
         load(state, reader=Failing(tmp_path), trust_metadata=True)
-    assert state == {"m": {"a": None, "b": None}}
+    assert state == {"m": {"a": None}}
+
+
+GROWN: dict[str, Any] = {
+    "dict": {"a": 1, "b": [2, {"c": 3}], "t": ONES},
+    "list": [{"a": 1}],
+    "plain": [1, 2],
+    "kind": [ONES],
+    "none": {"x": ONES},
+    "one": (1, 2),
+}
+
+
+def outgrown() -> dict[str, Any]:
+    """A state that fits no checkpoint of `GROWN` before it has changed."""
+    shared: list[Any] = []
+    return {
+        "dict": {"t": 0, "b": shared},
+        "list": [{"a": 0}, {"b": 0}, 7],
+        "plain": [5, 6, 7],
+        "kind": {"0": ONES, "more": 1},
+        "none": None,
+        "one": {"y": {"z": 1}},
+        "copy": shared,
+    }
+
+
+@pytest.mark.parametrize("damaged", ["a tensor", "an object"])
+def test_failed_load_leaves_the_structure_of_the_state(tmp_path: Path, damaged: str) -> None:
+    last = {"copy": [4]} if damaged == "a tensor" else {"copy": {"end": datetime.timedelta(1)}}
+    save({**GROWN, **last}, tmp_path)
+    if damaged == "a tensor":
+        (file,) = tmp_path.glob("*.distcp")
+        data = bytearray(file.read_bytes())
+        data[data.index(ONES.numpy().tobytes()) + 4] ^= 1
+        file.write_bytes(data)
+    state = outgrown()
+    parts = dict(state)
+    with pytest.raises((CorruptCheckpoint, UnsafeCheckpoint)):
+        pyckpt.load(state, tmp_path)
+    assert repr(state) == repr(outgrown())
+    assert all(state[name] is part for name, part in parts.items())
+    pyckpt.save({"dict": {"t": 1, "b": [8]}, "copy": [ONES]}, tmp_path / "other")
+    parts = {name: state[name] for name in ("dict", "copy")}
+    pyckpt.load(parts, tmp_path / "other")
+    assert repr(parts) == repr({"dict": {"t": 1, "b": [8]}, "copy": [ONES]})
+
+
+def test_checkpoint_that_is_saved_over_with_other_names(tmp_path: Path) -> None:
+    pyckpt.save({"x": {"b": torch.zeros(3), "l": [ONES] * 2}}, tmp_path)
+
+    class SavedOver(pyckpt.DirectReader):
+        reads = 0
+
+        def read_data(self, plan: Any, planner: Any) -> Any:
+            self.reads += 1
+            if self.reads == 1:
+                pyckpt.save({"x": {"a": ONES, "l": [ONES] * 3}}, tmp_path, overwrite=True)
+            return super().read_data(plan, planner)
+
+    state: dict[str, Any] = {"x": {"l": [torch.zeros(3)] * 4}}
+    load(state, reader=SavedOver(tmp_path))
+    assert repr(state) == repr({"x": {"l": [ONES] * 3, "a": ONES}})
 
 
 # --- objects --------------------------------------------------------------------------------------
@@ -788,6 +924,42 @@ def fail_on_ranks(path: Path) -> None:
     assert missing.value.missing == ("zz",)
     with pytest.raises(FileNotFoundError, match="ranks 0, 1"):
         load({"a": torch.zeros(3)}, reader=FileSystemReader(path / "none"), trust_metadata=True)
+
+
+class FailsOn:
+    """An object whose method fails on rank 1."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._return("state_dict", {"x": 0})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._return("load_state_dict", state)
+
+    def _return(self, method: str, value: dict[str, Any]) -> dict[str, Any]:
+        if method == self.method and torch.distributed.get_rank():
+            raise ValueError("no state")
+        return value
+
+
+def fail_in_an_object(path: Path, method: str, options: dict[str, Any]) -> None:
+    with pytest.raises(LoadError, match=r"^loading failed: rank 1: ValueError: no state$"):
+        load({"o": FailsOn(method)}, path, **options)
+    load({"o": FailsOn("neither")}, path, **options)
+    if torch.distributed.get_rank():  # alone, it is its own error, and nobody waits
+        with pytest.raises(ValueError, match=r"^no state$"):
+            load({"o": FailsOn(method)}, path, no_dist=True)
+
+
+@pytest.mark.parametrize("share_reads", [True, slow(False), slow(None)])
+@pytest.mark.parametrize("method", ["state_dict", "load_state_dict"])
+def test_an_object_that_fails_on_one_rank(
+    tmp_path: Path, method: str, share_reads: bool | None
+) -> None:
+    save({"o": {"x": 1}}, tmp_path)
+    run_ranks(2, fail_in_an_object, tmp_path, method, {"share_reads": share_reads})
 
 
 class Picky(Exception):

@@ -1049,6 +1049,49 @@ def test_two_keys_of_one_memory_beside_many_files(monkeypatch: pytest.MonkeyPatc
     assert [len(job.tensors) for job in reads.jobs] == [2, 1, 1]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("way", ["stock", "plain", "items", "converted"])
+def test_autograd_sees_that_a_load_changes_tensors(tmp_path: Path, way: str) -> None:
+    """It would compute gradients of the values from before with those that were loaded."""
+    save({"w": torch.full((1000,), 3.0)}, tmp_path)
+    w = torch.nn.Parameter(torch.ones(1000, dtype=torch.half if way == "converted" else None))
+    y = (w * w).sum()
+    if way == "plain":
+        pyckpt.load({"w": w}, tmp_path)
+    else:
+        planner = None if way == "stock" else pyckpt.LoadPlanner()
+        reader = pyckpt.DirectReader(tmp_path)
+        dcp.load({"w": w}, storage_reader=reader, planner=planner, no_dist=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    (w * w).sum().backward()
+    assert w.grad is not None
+    assert w.grad[0] == 6
+
+
+@pytest.mark.parametrize("load", [load, lambda *given: pyckpt.load(*given)], ids=["dcp", "pyckpt"])
+def test_autograd_sees_what_a_failed_load_changes(tmp_path: Path, load: Any) -> None:
+    save({"v": torch.full((1000,), 3.0)}, tmp_path)
+    (file,) = tmp_path.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[data.index(torch.full((1000,), 3.0).numpy().tobytes()) + 4] ^= 1
+    file.write_bytes(data)
+    v = torch.nn.Parameter(torch.ones(1000))
+    before = v._version
+    with pytest.raises((CheckpointException, pyckpt.errors.CorruptCheckpoint)):
+        load({"v": v}, tmp_path)
+    assert v[0] == 3
+    assert v._version > before
+
+
+def test_tensors_that_count_no_changes(tmp_path: Path) -> None:
+    save({"w": torch.ones(3)}, tmp_path)
+    with torch.inference_mode():
+        w = torch.zeros(3)
+    load({"w": w}, tmp_path)
+    pyckpt.load({"w": w}, tmp_path)
+    assert w.tolist() == [1, 1, 1]
+
+
 def test_files_are_closed_when_the_load_is_over(tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(1000)}, storage_writer=pyckpt.DirectWriter(tmp_path))
     reader = pyckpt.DirectReader(tmp_path)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.utils._pytree as pytree
 from _ranks import RanksFailed, run_ranks
 from _sampling import slow
 from torch.distributed.checkpoint import FileSystemReader
@@ -91,7 +92,11 @@ def _replicas(path: Path) -> int:
     # Destinations that are not like the file: their own memory order, and another dtype.
     found["columns"] = torch.zeros(48, 64).t()
     found["converted"] = torch.zeros(33)
+    tensors = [one for one in pytree.tree_leaves(found) if isinstance(one, torch.Tensor)]
+    before = [one._version for one in tensors]
     report, count = _load(found, path)
+    # Autograd sees the change, whichever rank has read it.
+    assert all(one._version > was for one, was in zip(tensors, before, strict=True) if one.numel())
     assert report.not_verified == []
     expected["converted"] = expected["converted"].float()
     _check(found, expected)
@@ -135,7 +140,9 @@ def _load_sharded(path: Path) -> int:
     mesh = init_device_mesh("cpu", (2, 2))
     expected = _sharded(mesh)
     found = {key: torch.zeros_like(value) for key, value in expected.items()}
+    before = {key: value._version for key, value in found.items()}
     _, count = _load(found, path)
+    assert all(value._version > before[key] for key, value in found.items())
     for key, value in expected.items():
         assert torch.equal(found[key].to_local(), value.to_local()), key
     return count
@@ -184,7 +191,7 @@ def test_an_error_of_one_rank_fails_on_all(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(3, _load_dying, path)
     assert sorted(caught.value.failures) == [0, 1, 2]
-    assert all("injected" in str(failure) for failure in caught.value.failures.values())
+    assert all("injected (rank 1)" in str(failure) for failure in caught.value.failures.values())
 
 
 def _restore(path: Path) -> tuple[int, int]:
