@@ -391,6 +391,44 @@ def test_a_module_without_state(tmp_path: Path) -> None:
     load({"activation": nn.ReLU()}, tmp_path)
 
 
+SAVED_ALONE: dict[str, Any] = {"none": None, "tensor": torch.ones(2), "empty": nn.ReLU()}
+
+
+@pytest.mark.parametrize("saved", SAVED_ALONE)
+def test_a_module_for_which_one_value_was_saved(saved: str, tmp_path: Path) -> None:
+    save({"ema": SAVED_ALONE[saved], "other": 1}, tmp_path)
+    ema = net()
+    before = copy.deepcopy(ema.state_dict())
+    names = {f"ema.{name}" for name in before}
+    with pytest.raises(LoadError, match="ema: it was not saved as a module") as info:
+        load({"ema": ema}, tmp_path)
+    assert set(info.value.missing) == names
+    report = load({"ema": ema, "other": 2}, tmp_path, missing="keep")
+    assert (report.loaded, set(report.kept)) == (["other"], names)
+    assert_equal(ema.state_dict(), before)
+
+
+def adam() -> torch.optim.Optimizer:
+    return torch.optim.Adam(net().parameters())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [adam, lambda: torch.optim.lr_scheduler.StepLR(adam(), 1), lambda: torch.amp.GradScaler("cpu")],
+    ids=["optimizer", "scheduler", "scaler"],
+)
+def test_an_object_for_which_none_was_saved(make: Any, tmp_path: Path) -> None:
+    save({"it": None, "other": 1}, tmp_path)
+    it = make()
+    before = copy.deepcopy(it.state_dict())
+    with pytest.raises(LoadError, match="it: it was not saved as a") as info:
+        load({"it": it}, tmp_path)
+    assert info.value.missing == ("it",)
+    report = load({"it": it, "other": 2}, tmp_path, missing="keep")
+    assert (report.loaded, report.kept) == (["other"], ["it"])
+    assert it.state_dict() == before
+
+
 def test_what_a_module_has_not(tmp_path: Path) -> None:
     save({"model": net()}, tmp_path)
     smaller = net(1)[:1]

@@ -165,9 +165,11 @@ class AppState:
                 report = check(report, plan.reader.read_metadata())
             together(lambda: self._restore(plan), process_group=self._group, doing="restoring")
         kept = [key for entry in plan.entries for key in entry.kept]
+        stay = {entry.name for entry in plan.entries if entry.stays}
+        loaded = [key for key in report.loaded if key not in stay] if stay else report.loaded
         return replace(
             report,
-            loaded=[*report.loaded, *(key for entry in plan.entries for key in entry.tied)],
+            loaded=[*loaded, *(key for entry in plan.entries for key in entry.tied)],
             kept=[*report.kept, *plan.absent, *plan.kept, *plan.spared, *kept],
             unexpected=[
                 *report.unexpected,
@@ -225,6 +227,8 @@ class AppState:
         plan.settle(plan.states)
         # Schedulers may look at their optimizers, and optimizers at their parameters.
         for entry in sorted(plan.entries, key=restore_turn):
+            if entry.stays:
+                continue
             with blamed_on(entry.name, Exception):
                 entry.restore(plan.states[entry.name])
             if isinstance(entry, ValueEntry):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from pyckpt.dcp.report import Difference
-from pyckpt.errors import PyckptError, SaveError
+from pyckpt.errors import LoadError, PyckptError, SaveError
 from pyckpt.optim.wrappers import parameters, sharding
 from pyckpt.train.state import values
 from pyckpt.train.state.saved import Path, Policy, Tree
@@ -36,6 +36,8 @@ class Entry(ABC):
         """Keys that hold what was saved under another key, since they share its tensor."""
         self.ignored: list[str] = []
         """Keys of the checkpoint that the object does not have."""
+        self.stays = False
+        """Whether the object stays as it is, since nothing was saved that could be loaded into it."""
 
     @abstractmethod
     def state(self) -> Any:
@@ -53,6 +55,26 @@ class Entry(ABC):
         Raises:
             LoadError: the object and the saved tree do not fit.
         """
+
+    def _lacks(self, kind: str, keys: Sequence[str]) -> None:
+        """Keep the object as it is, for which the checkpoint has something else: one value, such as
+        the None that stood for it.
+
+        Args:
+            kind: what it was not saved as.
+            keys: what the checkpoint lacks.
+
+        Raises:
+            LoadError: the policy is to raise.
+        """
+        if self.policy.missing == "error":
+            raise LoadError(
+                f"{self.name}: it was not saved as {kind}, but as one value, such as None; pass "
+                "missing='keep' to leave it as it is",
+                missing=tuple(keys),
+            )
+        self.kept += keys
+        self.stays = True
 
     def create(self, path: Path, item: TensorStorageMetadata) -> torch.Tensor | None:
         """A tensor for a saved one that the template lacks, or None for a plain one on the CPU."""
@@ -132,8 +154,22 @@ class StatefulEntry(Entry):
         return torch.empty_like(alike[0].detach(), dtype=item.properties.dtype)
 
     def restore(self, loaded: Any) -> None:
+        state = values.decode(loaded)
+        if self._is_lacking(state):
+            return
         with sharding(self._value):
-            self._value.load_state_dict(values.decode(loaded))
+            self._value.load_state_dict(state)
+
+    def _is_lacking(self, saved: Any) -> bool:
+        """Whether None was saved in the place of the object, which then stays as it is.
+
+        Raises:
+            LoadError: so it is, and the policy is to raise.
+        """
+        if saved is not None or self.state() is None:
+            return False
+        self._lacks(f"a {type(self._value).__name__}", [self.name])
+        return True
 
 
 class GradScalerEntry(StatefulEntry):
@@ -155,9 +191,12 @@ class GradScalerEntry(StatefulEntry):
         return None
 
     def restore(self, loaded: Any) -> None:
+        saved = values.decode(loaded)
+        if self._is_lacking(saved):
+            return
         state = {
             key: value.item() if isinstance(value, torch.Tensor) else value
-            for key, value in values.decode(loaded).items()
+            for key, value in saved.items()
         }
         self._value.load_state_dict(state)
 

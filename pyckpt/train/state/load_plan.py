@@ -70,7 +70,9 @@ class LoadPlan:
             with blamed_on(entry.name, OSError):
                 if isinstance(entry, OptimizerEntry):
                     entry.leave(mismatched)
-                self.states[entry.name] = entry.template(saved[entry.name])
+                template = entry.template(saved[entry.name])
+            if not entry.stays:
+                self.states[entry.name] = template
             if isinstance(entry, ModuleEntry):
                 mismatched |= entry.mismatched
         self._missing = policy.missing
@@ -106,7 +108,9 @@ class LoadPlan:
 
     def _wants(self, path: Path) -> bool:
         entry = self._by_name.get(str(path[0]))
-        return entry is None or len(path) == 1 or entry.wants(path[1:])
+        if entry is None:
+            return True
+        return not entry.stays and (len(path) == 1 or entry.wants(path[1:]))
 
 
 class _Narrowed:

@@ -221,7 +221,10 @@ class ModuleEntry(Entry):
 
     def template(self, saved: Tree) -> Any:
         live = self._raw()
-        saved = saved if isinstance(saved, dict) else {}
+        if not isinstance(saved, dict):
+            if live:
+                self._lacks("a module with a state", [f"{self.name}.{name}" for name in live])
+            return None
         left_out = set(self._view.left_out) if self._view is not None else set()
         unexpected = [name for name in saved if name not in live and name not in left_out]
         if unexpected and self.policy.unexpected == "error":

@@ -130,6 +130,8 @@ class OptimizerEntry(Entry):
         self._left = {fqn for fqn, param in self._names.params.items() if id(param) in params}
 
     def template(self, saved: Tree) -> Any:
+        if not isinstance(saved, dict):
+            return self._lacks("an optimizer", [self.name])
         self._check_kind(saved)
         self._names.rename = self.rename
         states = _saved_states(saved)
@@ -316,6 +318,8 @@ class FlatOptimizerEntry(Entry):
         pass  # its state is collective
 
     def template(self, saved: Tree) -> Any:
+        if not isinstance(saved, dict):
+            return self._lacks("an optimizer", [self.name])
         names = Names(self._module)
         with sharded(self._module):
             state = self._module.state_dict()
