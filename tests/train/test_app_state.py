@@ -639,6 +639,78 @@ def test_plain_values_are_filled_in_place(tmp_path: Path) -> None:
     assert not report.left_out
 
 
+def sgd(tensor: torch.Tensor) -> torch.optim.Optimizer:
+    return torch.optim.SGD([tensor], lr=0.1, momentum=0.9)
+
+
+def parameters(size: int, rows: int) -> dict[str, Any]:
+    torch.manual_seed(size)
+    leaf = torch.rand(size, requires_grad=True)
+    state = {
+        "params": {"w": leaf, "by number": {3: torch.rand(size, requires_grad=True)}},
+        "list": [torch.rand(2), nn.Parameter(torch.rand(size))],
+        "lists": {"l": [[torch.rand(size, requires_grad=True)], 1]},
+        "alone": nn.Parameter(torch.rand(size)),
+        "model": nn.Linear(size, 1),
+        "buffer": torch.rand(rows),
+        "optimizer": sgd(leaf),
+    }
+    leaf.sum().backward()
+    state["optimizer"].step()
+    return state
+
+
+TRAINED = ("params.w", "params.by number.3", "list.1", "lists.l.0.0", "alone")
+
+
+def test_trained_tensors_of_another_shape(tmp_path: Path) -> None:
+    saved = parameters(4, rows=4)
+    save(saved, tmp_path)
+    live = parameters(5, rows=4)
+    before = copy.deepcopy(live)
+    with pytest.raises(LoadError, match="tensors of another shape") as info:
+        load(live, tmp_path)
+    assert set(info.value.mismatched) == {*TRAINED, "model.weight"}
+    assert_equal(live["params"], before["params"])
+    assert_equal(live["list"], before["list"])
+
+    leaf, alone = live["params"]["w"], live["alone"]
+    report = load(live, tmp_path, mismatched="keep")
+    assert {*TRAINED, "model.weight"} <= set(report.kept)
+    assert not set(report.kept) & set(report.loaded)
+    assert live["params"]["w"] is leaf
+    assert live["alone"] is alone
+    assert_equal(live["params"], before["params"])
+    assert_equal(live["list"], [saved["list"][0], before["list"][1]])
+    assert_equal(live["lists"], before["lists"])
+    assert_equal(live["buffer"], saved["buffer"])
+    assert_equal(live["optimizer"].state[leaf], before["optimizer"].state[before["params"]["w"]])
+
+
+def test_untrained_tensors_of_another_shape_are_data(tmp_path: Path) -> None:
+    save({"buffer": torch.ones(4), "more": {"empty": torch.ones(3)}}, tmp_path)
+    buffer = torch.zeros(5)
+    live = {"buffer": buffer, "more": {"empty": torch.zeros(0)}}
+    report = load(live, tmp_path, mismatched="keep")
+    assert live["buffer"] is buffer
+    assert buffer.tolist() == [0] * 5
+    assert report.kept == ["buffer", "more.empty"]
+    load(live, tmp_path)
+    assert live["buffer"].tolist() == [1] * 4
+    assert live["more"]["empty"].tolist() == [1] * 3
+
+
+def test_an_empty_parameter_stays_the_one_that_is_trained(tmp_path: Path) -> None:
+    save({"value": {"w": nn.Parameter(torch.zeros(0))}, "other": torch.ones(2)}, tmp_path)
+    param = nn.Parameter(torch.zeros(0))
+    live = {"value": {"w": param}}
+    load(live, tmp_path)
+    assert live["value"]["w"] is param
+    with pytest.raises(LoadError, match=r"other: \(2,\) is not \(0,\)") as info:
+        load({"other": param}, tmp_path)
+    assert info.value.mismatched == ("other",)
+
+
 ADDED = [  # what was saved, what the program has now, what it adds, and the two together
     ({"a": 1}, {"a": 0, "new": 2}, "value.new", {"a": 1, "new": 2}),
     ({}, {"new": 2}, "value.new", {"new": 2}),

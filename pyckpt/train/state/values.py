@@ -15,12 +15,22 @@ from torch.distributed.tensor import DTensor
 from torch.serialization import get_safe_globals
 
 from pyckpt.dcp import objects
-from pyckpt.dcp.leaves import is_plain_type
+from pyckpt.dcp.leaves import is_plain_type, whole_size
 from pyckpt.dcp.whole import ARRAY, KEYS, VALUE, Whole, decode, is_special
 from pyckpt.errors import PyckptError
-from pyckpt.train.state.saved import Tree
+from pyckpt.train.state.saved import Path, Tree
 
-__all__ = ["absent", "assign", "atoms", "decode", "encode", "marked", "template"]
+__all__ = [
+    "absent",
+    "assign",
+    "atoms",
+    "decode",
+    "encode",
+    "is_trained",
+    "marked",
+    "of_other_shape",
+    "template",
+]
 
 _DETACHED = (torch.Tensor, nn.Parameter, DTensor)
 _ATOMS = (int, float, complex, str, bytes, bytearray, bool, type(None), torch.dtype, torch.device)
@@ -109,14 +119,21 @@ def _keys(value: dict[Any, Any], name: str) -> list[Any]:
     return keys
 
 
-def template(live: Any, saved: Tree) -> Any:
+def template(live: Any, saved: Tree, given: Mapping[Path, Any] | None = None) -> Any:
     """The tree to load a saved value into: the live value's tensors if they fit, and None, which
     takes any saved value, everywhere else.
 
     Args:
         live: the live value, encoded.
         saved: the saved tree.
+        given: what to load into at some paths of the tree.
     """
+    return _template(live, saved, given or {}, ())
+
+
+def _template(live: Any, saved: Tree, given: Mapping[Path, Any], path: Path) -> Any:
+    if path in given:
+        return given[path]
     if not isinstance(saved, dict):
         fits = (
             isinstance(saved, TensorStorageMetadata)
@@ -125,12 +142,44 @@ def template(live: Any, saved: Tree) -> Any:
             and not live.is_meta
         )
         return live if fits else None
-    parts = {part: template(_part(live, part), sub) for part, sub in saved.items()}
+    parts = {
+        part: _template(_part(live, part), sub, given, (*path, part)) for part, sub in saved.items()
+    }
     if all(part is None for part in parts.values()):
         return None
     if all(isinstance(part, int) for part in parts):
         return [parts.get(i) for i in range(1 + max(int(part) for part in parts))]
     return parts
+
+
+def of_other_shape(
+    live: Any, saved: Tree, path: Path = ()
+) -> Iterator[tuple[Path, torch.Tensor, torch.Size]]:
+    """The tensors of a live value that have another shape in the checkpoint, each with its path in
+    the saved tree and its saved shape.
+
+    Args:
+        live: the live value, not encoded.
+        saved: the saved tree.
+        path: of both, which is put before those that are returned.
+    """
+    if isinstance(live, torch.Tensor):
+        if (
+            isinstance(saved, TensorStorageMetadata)
+            and not is_special(live)
+            and whole_size(live) != saved.size
+        ):
+            yield path, live, saved.size
+    elif isinstance(saved, dict):
+        if isinstance(live, Mapping):
+            live = {str(key): sub for key, sub in live.items()}  # as it was encoded
+        for part, sub in saved.items():
+            yield from of_other_shape(_part(live, part), sub, (*path, part))
+
+
+def is_trained(tensor: torch.Tensor) -> bool:
+    """Whether an optimizer may hold this very tensor, so that no other can take its place."""
+    return tensor.requires_grad or isinstance(tensor, nn.Parameter | DTensor)
 
 
 def absent(live: Any, saved: Any, name: str) -> list[str]:
@@ -312,13 +361,18 @@ def _is_alias(live: torch.Tensor, loaded: torch.Tensor) -> bool:
         return (
             isinstance(live, DTensor)
             and isinstance(loaded, DTensor)
-            and (live._local_tensor.data_ptr() == loaded._local_tensor.data_ptr() != 0)
+            and live.shape == loaded.shape
+            and _is_same_memory(live._local_tensor, loaded._local_tensor)
         )
-    return (
-        not is_special(loaded)
-        and live.data_ptr() == loaded.data_ptr() != 0
-        and live.shape == loaded.shape
-    )
+    return not is_special(loaded) and _is_same_memory(live, loaded)
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.numel():  # which has no memory, and nothing to load
+        return one.dtype == other.dtype and one.device == other.device
+    return one.data_ptr() == other.data_ptr() != 0
 
 
 def _has_tensor(value: Any) -> bool:
