@@ -187,6 +187,11 @@ def test_views_that_only_begin_alike_are_not_tied(tmp_path: Path) -> None:
     assert torch.equal(memory, torch.arange(8.0))
 
 
+def test_what_is_no_module(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="load_model takes a module, not a dict"):
+        pyckpt.load_model({"model": nn.Linear(1, 1)}, tmp_path)  # type: ignore[arg-type]
+
+
 def test_nothing_to_load(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         pyckpt.load_model(model_of(0), tmp_path / "absent")

@@ -768,6 +768,20 @@ def test_values_that_could_not_be_loaded_are_refused_when_saving() -> None:
         AppState({"nested": {"rng": pyckpt.RngState()}}).state_dict()
 
 
+@pytest.mark.parametrize(
+    "make",
+    [lambda: {"g": net()}, lambda: [adam()], lambda: {"g": (Box({}),)}, lambda: {1: {2: Box({})}}],
+    ids=["module", "optimizer", "other", "without tensors"],
+)
+def test_objects_with_a_state_must_be_entries(make: Any) -> None:
+    allowed = [nn.Sequential, torch.optim.Adam, Box]
+    with (
+        torch.serialization.safe_globals(allowed),
+        pytest.raises(TypeError, match="must be entries of the state itself, such as {'nets"),
+    ):
+        AppState({"nets": make()}).state_dict()
+
+
 def test_allowed_classes(tmp_path: Path) -> None:
     state = {"path": Path("/somewhere")}
     classes = [type(state["path"])]

@@ -282,6 +282,12 @@ def _plain(value: Any, name: str, memo: dict[int, Any] | None = None) -> Any:
         if kind is numpy.ndarray and value.dtype.kind in "biufc":
             # A copy, since the array is live, and stagers do not copy the content of tuples.
             return (ARRAY, torch.from_numpy(value.copy()))
+    if _has_state(value):
+        # Even if its class is allowed: a load would make another one, and leave this one as it is.
+        raise TypeError(
+            f"{name} is or contains a {kind.__name__} inside of a dict or list; objects with a "
+            f"state must be entries of the state itself, such as {{{name!r}: ...}}"
+        )
     if kind in get_safe_globals():
         _prove(value, name)
         return value
@@ -290,6 +296,11 @@ def _plain(value: Any, name: str, memo: dict[int, Any] | None = None) -> Any:
         "code from files, could not make again; save plain values and tensors of it, or allow it "
         "with torch.serialization.add_safe_globals (then it is tried, at each save)"
     )
+
+
+def _has_state(value: Any) -> bool:
+    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    return not isinstance(value, type) and all(map(callable, methods))
 
 
 def _prove(value: Any, name: str) -> None:
