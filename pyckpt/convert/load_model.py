@@ -319,7 +319,10 @@ def _copy_shard(one: DTensor, source: torch.Tensor) -> None:
 
 def _live(module: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Any]:
     """The module's own tensors, by the names without wrappers."""
-    state: Any = AppState({"model": module}, process_group=group).state_dict()["model"]
+    try:
+        state: Any = AppState({"model": module}, process_group=group).state_dict()["model"]
+    except TypeError as error:  # such as one on the meta device
+        raise LoadError(str(error)) from error
     return {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
 
 

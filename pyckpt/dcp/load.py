@@ -15,6 +15,7 @@ from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
@@ -29,6 +30,7 @@ from pyckpt.collector import collector_paused
 from pyckpt.dcp import sharing
 from pyckpt.dcp.failures import Carried, error_of, portable, portable_errors
 from pyckpt.dcp.handing_on import is_known_to_carry
+from pyckpt.dcp.leaves import first_on_meta
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.planner import Create, LoadPlanner
 from pyckpt.dcp.reader import DirectReader
@@ -185,7 +187,7 @@ def load(
             key: value.state_dict() if _is_stateful(value) else value
             for key, value in sorted(state_dict.items(), key=lambda entry: str(entry[0]))
         }
-        change = partial(_renamed, state_dict, rename)
+        change = partial(_renamed, state_dict, states, rename)
         if isinstance(state_dict, _Everything):
             change = partial(_filled, states)
         if shares:
@@ -279,7 +281,18 @@ def _is_replaced(failure: CheckpointException) -> bool:
     return any(isinstance(error, CheckpointReplaced) for error, _ in failure.failures.values())
 
 
-def _renamed(state_dict: dict[str, Any], rename: Rename | None, metadata: Metadata) -> Metadata:
+def _renamed(
+    state_dict: dict[str, Any],
+    states: dict[str, Any],
+    rename: Rename | None,
+    metadata: Metadata,
+) -> Metadata:
+    """The metadata by the names of the state. Here an error of one rank becomes one of all."""
+    for key, value in state_dict.items():
+        # What is loaded would be copied into no memory, which torch leaves out.
+        name = first_on_meta({key: states[key]}) if _copies(value) else None
+        if name is not None:
+            raise LoadError(f"{name} is on the meta device; materialize it first")
     if rename is None:
         return metadata
     names = {str(key) for key in state_dict}
@@ -300,6 +313,13 @@ def _leaves_items(reader: StorageReader) -> bool:
     # Of our own readers around another. Those of a program may look, whatever they hand on.
     is_ours = type(reader).__module__.startswith("pyckpt.")
     return is_ours and bool(getattr(reader, "_leaves_items", False))
+
+
+def _copies(value: Any) -> bool:
+    """Whether an object copies what it loads into its own tensors, and keeps these."""
+    return isinstance(value, nn.Module) and (
+        type(value).load_state_dict is nn.Module.load_state_dict
+    )
 
 
 def _is_stateful(value: Any) -> bool:

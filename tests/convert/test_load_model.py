@@ -104,6 +104,8 @@ def test_weights_without_a_name(tmp_path: Path) -> None:
         assert equal(model, model_of(1))
         with pytest.raises(LoadError, match="another shape"):
             pyckpt.load_model(model_of(0, width=3), path)
+        with pytest.raises(LoadError, match="on the meta device; materialize it first"):
+            pyckpt.load_model(model.to("meta"), path)
 
 
 def test_it_is_strict(run: Path, tmp_path: Path) -> None:

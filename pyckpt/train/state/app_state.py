@@ -19,6 +19,7 @@ from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.renaming import Rename
 from pyckpt.dcp.report import LoadReport, some
 from pyckpt.dcp.together import together
+from pyckpt.train.state import values
 from pyckpt.train.state.entry import Entry, ValueEntry
 from pyckpt.train.state.kinds import entry_of, is_rng, optimizers_in, restore_turn
 from pyckpt.train.state.load_plan import LoadPlan, blamed_on, spare
@@ -73,10 +74,12 @@ class AppState:
         (FSDP1 modules, consolidated metrics).
 
         Raises:
-            TypeError: an object has a value that could not be loaded again.
+            TypeError: an object has a value that could not be loaded again, or a tensor on the meta
+                device, which has no values.
         """
         entries = self._entries()
         states = {entry.name: entry.state() for entry in sorted(entries, key=is_rng)}
+        values.refuse_meta(states)
         return {entry.name: states[entry.name] for entry in entries}
 
     def check(self, *, keep: Sequence[str] = ()) -> None:

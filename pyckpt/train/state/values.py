@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.serialization import get_safe_globals
 
 from pyckpt.dcp import objects
-from pyckpt.dcp.leaves import is_plain_type, whole_size
+from pyckpt.dcp.leaves import first_on_meta, is_plain_type, whole_size
 from pyckpt.dcp.whole import ARRAY, KEYS, VALUE, Whole, decode, is_special
 from pyckpt.errors import PyckptError
 from pyckpt.train.state.saved import Path, Tree
@@ -29,6 +29,7 @@ __all__ = [
     "is_trained",
     "marked",
     "of_other_shape",
+    "refuse_meta",
     "template",
 ]
 
@@ -117,6 +118,20 @@ def _keys(value: dict[Any, Any], name: str) -> list[Any]:
             "apart when it is loaded; rename some"
         )
     return keys
+
+
+def refuse_meta(states: dict[str, Any]) -> None:
+    """Refuse to save tensors that have no values.
+
+    Args:
+        states: encoded values, by name.
+
+    Raises:
+        TypeError: one is on the meta device.
+    """
+    name = first_on_meta(states)
+    if name is not None:
+        raise TypeError(f"{name} is on the meta device; materialize it first: it has no values")
 
 
 def template(live: Any, saved: Tree, given: Mapping[Path, Any] | None = None) -> Any:
