@@ -7,7 +7,7 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from pyckpt.dcp.report import LoadReport
 from pyckpt.dcp.whole import decode_in_place
 from pyckpt.engine import Engine
 from pyckpt.errors import CheckpointReplaced, LoadError
+from pyckpt.format import commit
 from pyckpt.format.paths import paths
 from pyckpt.private import load_state_dict
 
@@ -147,6 +148,8 @@ def load(
         alone, all that the checkpoint holds.
 
     Raises:
+        TypeError: ``state_dict`` is neither a dict nor a path, or it is a path, and there are
+            arguments that this form does not take.
         ValueError: neither path nor reader is given, or a reader that is not to be trusted.
         OSError: a file is missing or cannot be read.
         CorruptCheckpoint: bytes are not those that were saved.
@@ -158,8 +161,26 @@ def load(
     if isinstance(state_dict, str | os.PathLike):
         if path is not None or reader is not None:
             raise TypeError("load takes a state, and then a path; or a path alone")
+        ignored = {
+            "missing": missing != "error",
+            "unexpected": unexpected != "fill",
+            "mismatched": mismatched != "error",
+            "rename": rename is not None,
+            "create": create is not None,
+            "process_group": process_group is not None,
+            "trust_metadata": trust_metadata,
+            "share_reads": bool(share_reads),
+        }
+        if any(ignored.values()):
+            names = ", ".join(name for name, is_given in ignored.items() if is_given)
+            raise TypeError(f"load(path) loads all there is, into no state, and takes no {names}")
         return load_all(
             state_dict, allow=allow, device=device, verify=verify, direct=direct, engine=engine
+        )
+    if not isinstance(state_dict, MutableMapping):
+        raise TypeError(
+            "load takes a dict of objects by name, such as {'model': model}, not a value of type "
+            f"{type(state_dict).__name__}; or a path alone"
         )
     if reader is None:
         if path is None:
@@ -173,6 +194,8 @@ def load(
     elif path is not None:
         reader.reset(path)
     alone = no_dist or not dist.is_available() or not dist.is_initialized()
+    if alone and type(reader) is DirectReader:
+        _refuse_absent(reader)
     start = time.perf_counter()
     where = getattr(reader, "path", type(reader).__name__)
     amount = getattr(reader, "_amount", None)  # foreign readers do not tell
@@ -258,6 +281,17 @@ def load_all(
     state = _Everything()
     load(state, reader=reader, allow=allow, device=device, no_dist=True)
     return dict(state)
+
+
+def _refuse_absent(reader: DirectReader) -> None:
+    """Raise if there is no checkpoint in a directory. DCP, which would look first for one of all
+    ranks and then for one of each, logs the error of the first look with its traceback. Where there
+    are several ranks they look together, so that none waits for one that sees nothing."""
+    where = reader.path
+    if isinstance(where, Path) and not any(
+        (where / commit.metadata_name(rank)).exists() for rank in (None, 0)
+    ):
+        reader.read_metadata()
 
 
 class _Everything(dict[str, Any]):
