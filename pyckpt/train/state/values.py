@@ -61,9 +61,19 @@ def encode(
         whole: makes one item of a value that DCP would take apart.
 
     Raises:
-        TypeError: it contains an object that could not be loaded, since loading runs no code from
-            files. Saving raises this, since an error while loading would come too late.
+        TypeError: it contains itself, or an object that could not be loaded, since loading runs no
+            code from files. Saving raises this, since an error while loading would come too late.
     """
+    try:
+        return _encode(value, name, compact=compact, whole=whole)
+    except RecursionError:
+        raise TypeError(
+            f"{name} contains itself, or is nested deeper than sys.getrecursionlimit() lets it be "
+            "saved"
+        ) from None
+
+
+def _encode(value: Any, name: str, *, compact: bool, whole: Callable[[Any], Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return _tensor(value, name, whole)
     if isinstance(value, dict) and type(value) is not Counter and value:
@@ -75,12 +85,12 @@ def encode(
         else:
             return whole(_plain(value, name))
         return {
-            str(key): encode(sub, f"{name}.{key}", compact=compact, whole=whole)
+            str(key): _encode(sub, f"{name}.{key}", compact=compact, whole=whole)
             for key, sub in value.items()
         } | keys
     if type(value) is list and _has_tensor(value):
         return [
-            encode(sub, f"{name}.{i}", compact=compact, whole=whole) for i, sub in enumerate(value)
+            _encode(sub, f"{name}.{i}", compact=compact, whole=whole) for i, sub in enumerate(value)
         ]
     memo: dict[int, Any] = {}
     plain = _plain(value, name, memo)
@@ -296,7 +306,13 @@ def _plain(value: Any, name: str, memo: dict[int, Any] | None = None) -> Any:
             return _plain(value.item(), name)
         if kind is numpy.ndarray and value.dtype.kind in "biufc":
             # A copy, since the array is live, and stagers do not copy the content of tuples.
-            return (ARRAY, torch.from_numpy(value.copy()))
+            try:
+                return (ARRAY, torch.from_numpy(value.copy()))
+            except (TypeError, ValueError) as error:
+                raise TypeError(
+                    f"{name} is or contains a numpy array of dtype {value.dtype.str}, which torch "
+                    f"has not; convert it ({error})"
+                ) from error
     if _has_state(value):
         # Even if its class is allowed: a load would make another one, and leave this one as it is.
         raise TypeError(
@@ -306,10 +322,13 @@ def _plain(value: Any, name: str, memo: dict[int, Any] | None = None) -> Any:
     if kind in get_safe_globals():
         _prove(value, name)
         return value
+    what = f"{kind.__module__}.{kind.__qualname__}"
+    if numpy is not None and kind is numpy.ndarray:
+        what += f" of dtype {value.dtype}"
     raise TypeError(
-        f"{name} is or contains a {kind.__module__}.{kind.__qualname__}, which loading, running no "
-        "code from files, could not make again; save plain values and tensors of it, or allow it "
-        "with torch.serialization.add_safe_globals (then it is tried, at each save)"
+        f"{name} is or contains a {what}, which loading, running no code from files, could not "
+        "make again; save plain values and tensors of it, or allow it with "
+        "torch.serialization.add_safe_globals (then it is tried, at each save)"
     )
 
 
