@@ -102,7 +102,7 @@ def first_on_meta(state: dict[Any, Any] | list[Any]) -> str | None:
     there is none. They contain themselves nowhere, as in a state that is saved."""
     for key, value in state.items() if isinstance(state, dict) else enumerate(state):
         if isinstance(value, torch.Tensor):
-            if value.is_meta:
+            if not is_sharded_tensor(value) and value.is_meta:
                 return str(key)
         elif isinstance(value, dict | list):
             found = first_on_meta(value)
