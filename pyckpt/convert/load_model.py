@@ -30,6 +30,7 @@ from pyckpt.remote.address import place_of
 from pyckpt.train.finder import Finder
 from pyckpt.train.restorer import LoadOptions, Restorer
 from pyckpt.train.state.app_state import AppState
+from pyckpt.train.state.modules import Trainable
 from pyckpt.train.store.catalog import Catalog
 from pyckpt.train.store.pieces import Direct
 from pyckpt.train.sync.ranks import Ranks
@@ -81,6 +82,7 @@ def load_model(
         What was loaded. Files of weights have no checksums, so all of theirs is ``not_verified``.
 
     Raises:
+        TypeError: ``module`` is no module.
         FileNotFoundError: there is nothing there, or no valid checkpoint.
         LoadError: names or shapes do not fit.
         CorruptCheckpoint: bytes are not those that were saved. The module may have been changed.
@@ -88,6 +90,8 @@ def load_model(
         OSError: a file cannot be read.
         RanksLost: a rank did not come.
     """
+    if not isinstance(module, nn.Module | Trainable):
+        raise TypeError(f"load_model takes a module, not a {type(module).__name__}.")
     options = LoadOptions(missing=missing, unexpected=unexpected, rename=rename)
     place = place_of(path)
     ranks = Ranks(process_group)
@@ -315,7 +319,10 @@ def _copy_shard(one: DTensor, source: torch.Tensor) -> None:
 
 def _live(module: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Any]:
     """The module's own tensors, by the names without wrappers."""
-    state: Any = AppState({"model": module}, process_group=group).state_dict()["model"]
+    try:
+        state: Any = AppState({"model": module}, process_group=group).state_dict()["model"]
+    except TypeError as error:  # such as one on the meta device
+        raise LoadError(str(error)) from error
     return {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
 
 

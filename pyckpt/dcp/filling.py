@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from pyckpt.dcp.checking import Check
 from pyckpt.dcp.folder import Folder, Job
+from pyckpt.errors import LoadError
 from pyckpt.format.item import Payload
 
 __all__ = ["FILES_MAX", "TEMPORARY_BYTES", "FileReads", "row_major"]
@@ -29,6 +30,7 @@ would take long where they are many."""
 class _Temporary(NamedTuple):
     """A tensor to be copied, converted, to where it belongs."""
 
+    key: str
     source: torch.Tensor
     target: torch.Tensor
 
@@ -160,7 +162,7 @@ class FileReads:
                 source = source.cpu()
                 if not self._add_box(check, at, source):
                     raise TypeError(f"{check.key}: a tensor of {dtype} cannot be read")
-            self._temporaries.append(_Temporary(source, part))
+            self._temporaries.append(_Temporary(check.key, source, part))
             self._temporary_bytes += source.nbytes
 
     def flush(self) -> None:
@@ -172,7 +174,12 @@ class FileReads:
         for check, begin, end, number in self._pending:
             check.tiles.append((begin, end, checksums[number]))
         for temporary in self._temporaries:
-            temporary.target.copy_(temporary.source)
+            try:
+                temporary.target.copy_(temporary.source)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise LoadError(f"{temporary.key}: {error}") from error
         self._job = None
         self._files = {}
         self._pending = []

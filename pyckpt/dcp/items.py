@@ -91,8 +91,9 @@ def add(job: _C.FillJob, planner: SavePlanner, item: WriteItem, settle: Callable
         return OPAQUE
     if data.is_meta:
         raise PyckptError(
-            f"{item.index.fqn} fell to this rank, which had left it to another that has the same; "
-            "the ranks' states changed. The next save stages it."
+            f"{item.index.fqn} is on the meta device, and has no values. If the state has it "
+            "elsewhere, it fell to this rank, which had left it to another that has the same: the "
+            "ranks' states changed. The next save stages it."
         )
     if not is_plain_type(data):
         data = data.detach()

@@ -99,6 +99,20 @@ def whole_size(tensor: torch.Tensor) -> torch.Size:
     return tensor.shape
 
 
+def first_on_meta(state: dict[Any, Any] | list[Any]) -> str | None:
+    """The name of a tensor without memory, on the meta device, in nested dicts and lists; None if
+    there is none. They contain themselves nowhere, as in a state that is saved."""
+    for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+        if isinstance(value, torch.Tensor):
+            if not is_sharded_tensor(value) and value.is_meta:
+                return str(key)
+        elif isinstance(value, dict | list):
+            found = first_on_meta(value)
+            if found is not None:
+                return f"{key}.{found}"
+    return None
+
+
 def with_attributes(copy: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
     """A copy with the attributes that the program set on the original, such as where its parts
     belong."""

@@ -7,7 +7,7 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
@@ -29,6 +30,7 @@ from pyckpt.collector import collector_paused
 from pyckpt.dcp import sharing
 from pyckpt.dcp.failures import Carried, error_of, portable, portable_errors
 from pyckpt.dcp.handing_on import is_known_to_carry
+from pyckpt.dcp.leaves import first_on_meta
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.planner import Create, LoadPlanner
 from pyckpt.dcp.reader import DirectReader
@@ -38,6 +40,7 @@ from pyckpt.dcp.together import together
 from pyckpt.dcp.whole import decode_in_place
 from pyckpt.engine import Engine
 from pyckpt.errors import CheckpointReplaced, LoadError
+from pyckpt.format import commit
 from pyckpt.format.paths import paths
 from pyckpt.private import load_state_dict
 
@@ -151,6 +154,8 @@ def load(
         alone, all that the checkpoint holds.
 
     Raises:
+        TypeError: ``state_dict`` is neither a dict nor a path, or it is a path, and there are
+            arguments that this form does not take.
         ValueError: neither path nor reader is given, or a reader that is not to be trusted.
         OSError: a file is missing or cannot be read.
         CorruptCheckpoint: bytes are not those that were saved.
@@ -162,8 +167,26 @@ def load(
     if isinstance(state_dict, str | os.PathLike):
         if path is not None or reader is not None:
             raise TypeError("load takes a state, and then a path; or a path alone")
+        ignored = {
+            "missing": missing != "error",
+            "unexpected": unexpected != "fill",
+            "mismatched": mismatched != "error",
+            "rename": rename is not None,
+            "create": create is not None,
+            "process_group": process_group is not None,
+            "trust_metadata": trust_metadata,
+            "share_reads": bool(share_reads),
+        }
+        if any(ignored.values()):
+            names = ", ".join(name for name, is_given in ignored.items() if is_given)
+            raise TypeError(f"load(path) loads all there is, into no state, and takes no {names}")
         return load_all(
             state_dict, allow=allow, device=device, verify=verify, direct=direct, engine=engine
+        )
+    if not isinstance(state_dict, MutableMapping):
+        raise TypeError(
+            "load takes a dict of objects by name, such as {'model': model}, not a value of type "
+            f"{type(state_dict).__name__}; or a path alone"
         )
     if reader is None:
         if path is None:
@@ -177,6 +200,8 @@ def load(
     elif path is not None:
         reader.reset(path)
     alone = no_dist or not dist.is_available() or not dist.is_initialized()
+    if alone and type(reader) is DirectReader:
+        _refuse_absent(reader)
     start = time.perf_counter()
     where = getattr(reader, "path", type(reader).__name__)
     amount = getattr(reader, "_amount", None)  # foreign readers do not tell
@@ -196,7 +221,7 @@ def load(
             if alone:
                 raise
             refusal = error  # the other ranks wait for what this one says
-        change = partial(_renamed, state_dict, function_of(rename))
+        change = partial(_renamed, state_dict, states, function_of(rename))
         if isinstance(state_dict, _Everything):
             change = partial(_filled, states)
         if shares:
@@ -283,6 +308,17 @@ def _hand_back(states: dict[str, Any], state_dict: dict[str, Any]) -> None:
             state_dict[key] = value
 
 
+def _refuse_absent(reader: DirectReader) -> None:
+    """Raise if there is no checkpoint in a directory. DCP, which would look first for one of all
+    ranks and then for one of each, logs the error of the first look with its traceback. Where there
+    are several ranks they look together, so that none waits for one that sees nothing."""
+    where = reader.path
+    if isinstance(where, Path) and not any(
+        (where / commit.metadata_name(rank)).exists() for rank in (None, 0)
+    ):
+        reader.read_metadata()
+
+
 class _Everything(dict[str, Any]):
     """A state for all that a checkpoint holds. What that is says the metadata that is then loaded:
     the checkpoint may be saved over meanwhile, with other names."""
@@ -304,7 +340,18 @@ def _is_replaced(failure: CheckpointException) -> bool:
     return any(isinstance(error, CheckpointReplaced) for error, _ in failure.failures.values())
 
 
-def _renamed(state_dict: dict[str, Any], rename: Rename | None, metadata: Metadata) -> Metadata:
+def _renamed(
+    state_dict: dict[str, Any],
+    states: dict[str, Any],
+    rename: Rename | None,
+    metadata: Metadata,
+) -> Metadata:
+    """The metadata by the names of the state. Here an error of one rank becomes one of all."""
+    for key, value in state_dict.items():
+        # What is loaded would be copied into no memory, which torch leaves out.
+        name = first_on_meta({key: states[key]}) if _copies(value) else None
+        if name is not None:
+            raise LoadError(f"{name} is on the meta device; materialize it first")
     if rename is None:
         return metadata
     names = {str(key) for key in state_dict}
@@ -325,6 +372,13 @@ def _leaves_items(reader: StorageReader) -> bool:
     # Of our own readers around another. Those of a program may look, whatever they hand on.
     is_ours = type(reader).__module__.startswith("pyckpt.")
     return is_ours and bool(getattr(reader, "_leaves_items", False))
+
+
+def _copies(value: Any) -> bool:
+    """Whether an object copies what it loads into its own tensors, and keeps these."""
+    return isinstance(value, nn.Module) and (
+        type(value).load_state_dict is nn.Module.load_state_dict
+    )
 
 
 def _is_stateful(value: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import uuid
 from dataclasses import replace
@@ -153,10 +152,8 @@ class DirectReader(StorageReader):
             with named("read metadata"):
                 metadata = read_metadata(self._folder, name)
         except FileNotFoundError:
-            if _has_lost_metadata(self.path):
-                raise FileNotFoundError(
-                    errno.ENOENT, commit.LOST_METADATA, self._folder.path(name)
-                ) from None
+            if isinstance(self.path, Path):
+                raise commit.no_checkpoint(self.path) from None
             raise
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
@@ -195,7 +192,3 @@ class DirectReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-
-def _has_lost_metadata(path: Path | str) -> bool:
-    return isinstance(path, Path) and path.is_dir() and commit.lost_metadata(os.listdir(path))

@@ -55,6 +55,8 @@ from pyckpt.timeline import named
 __all__ = ["SavePlanner"]
 
 _ERRORS_SHOWN = 3
+_TWICE = "duplicated flatten key "
+"""How DCP begins its error for two values of one name."""
 
 
 def _is_known(leaf: Any) -> bool:
@@ -116,7 +118,15 @@ class SavePlanner(DefaultSavePlanner):
             if leaves is not None:
                 self.known, self.leaves, self.is_coordinator = known, leaves, is_coordinator
                 return
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        try:
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        except ValueError as error:
+            if not str(error).startswith(_TWICE):
+                raise
+            raise ValueError(
+                f"two values of the state are both named {str(error).removeprefix(_TWICE)!r}, "
+                "since names are joined with dots; rename one"
+            ) from error
         tree = _C.StateTree(state_dict)
         self.leaves = tree.match(state_dict) or []
         if self._can_be_known(self.leaves):

@@ -47,6 +47,7 @@ __all__ = [
     "mark_name",
     "metadata_name",
     "new_save_id",
+    "no_checkpoint",
     "part_name",
     "rank_of",
     "remove_failed",
@@ -67,6 +68,7 @@ _DATA_FILE = re.compile(r"__(?P<rank>\d+)_[^/]+\.distcp")
 _OWN_DATA_FILE = re.compile(r"__\d+_[0-9a-f]{32}(\.frozen)?(\.[0-9a-f]{32})?\.distcp")
 _OWN_UPLOAD = re.compile(r"__\d+_[0-9a-f]{32}\.frozen\.[0-9a-f]{32}\.distcp")
 _METADATA_FILE = re.compile(r"(__\d+)?\.metadata")
+_METADATA_OF_RANK = re.compile(r"__\d+\.metadata")
 _MARK = re.compile(r"\.saving(\.\d+)?")
 _PART = re.compile(r"\.part\.[0-9a-f]{32}")
 
@@ -149,6 +151,36 @@ def lost_metadata(names: Collection[str]) -> bool:
     if not any(_DATA_FILE.fullmatch(name) for name in names) or REMOVED in names:
         return False
     return not any(is_mark(name) or _METADATA_FILE.fullmatch(name) for name in names)
+
+
+def no_checkpoint(directory: Path) -> FileNotFoundError:
+    """The error of looking for a checkpoint in a directory that has no metadata, or is not there.
+
+    Raises:
+        OSError: the directory cannot be listed.
+    """
+    try:
+        names = sorted(os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        path = str(directory / metadata_name())
+        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    return FileNotFoundError(errno.ENOENT, _instead(directory, names), str(directory))
+
+
+def _instead(directory: Path, names: list[str]) -> str:
+    """What a directory is that has no metadata."""
+    ranks = [name for name in names if _METADATA_OF_RANK.fullmatch(name)]
+    if ranks:
+        return (
+            f"each of {len(ranks)} ranks saved its own checkpoint here; pyckpt inspect takes one "
+            "by --rank"
+        )
+    if lost_metadata(names):
+        return LOST_METADATA
+    inner = [name for name in names if os.path.exists(directory / name / metadata_name())]
+    if inner:
+        return f"this is no checkpoint, but it holds some, such as {inner[-1]}"
+    return "this is no checkpoint: it has no .metadata"
 
 
 @contextmanager

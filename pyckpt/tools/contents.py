@@ -33,7 +33,6 @@ from pyckpt.train.store.catalog import Note, note_of
 __all__ = ["Contents", "Key", "Node", "Saved", "contents", "metadata_of", "ranks_of"]
 
 _RANK = re.compile(r"__(\d+)_")
-_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _LEVELS_MAX = 64
 _GLOB = re.compile(r"[*?[]")
 
@@ -161,23 +160,10 @@ def metadata_of(directory: Path, rank: int | None = None) -> Metadata:
         return metadata_format.read(directory / commit.metadata_name(rank))
     except (FileNotFoundError, NotADirectoryError):
         pass
-    names = sorted(os.listdir(directory))
+    names = os.listdir(directory)
     if rank is None and commit.lost_metadata(names):
         raise CorruptCheckpoint(f"{directory}: {commit.LOST_METADATA}", path=str(directory))
-    raise FileNotFoundError(errno.ENOENT, _instead(directory, names), str(directory))
-
-
-def _instead(directory: Path, names: list[str]) -> str:
-    """What a directory is that has no metadata."""
-    ranks = [name for name in names if _RANK_METADATA.fullmatch(name)]
-    if ranks:
-        return (
-            f"each of {len(ranks)} ranks saved its own checkpoint here; inspect takes one by --rank"
-        )
-    inner = [name for name in names if (directory / name / commit.metadata_name()).exists()]
-    if inner:
-        return f"this is no checkpoint, but it holds some, such as {inner[-1]}"
-    return "this is no checkpoint: it has no .metadata"
+    raise commit.no_checkpoint(directory)
 
 
 def ranks_of(files: Iterable[str]) -> int:

@@ -506,7 +506,9 @@ class Checkpointer(Finder):
             unexpected: what to do about parameters, optimizer state and metrics that the
                 checkpoint has and the objects lack: raise a `LoadError`, or "ignore" them.
             mismatched: what to do about parameters and buffers that have another shape in the
-                checkpoint: raise a `LoadError`, or "keep" them and their optimizer state.
+                checkpoint: raise a `LoadError`, or "keep" them and their optimizer state. The same
+                holds for tensors in plain values that require gradients, or are DTensors. Other
+                tensors there become what was saved, unless this is "keep".
             rename: called with each key of the checkpoint (``"model.head.weight"``), returns the
                 key that it has in the state, which may be the same. Or a mapping of the keys that
                 change. A new name of a module's parameter also applies to its optimizer state.

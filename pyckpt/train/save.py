@@ -76,7 +76,8 @@ def save(
         FileExistsError: there is a checkpoint in the directory, and ``overwrite`` is False. It
             stays as it was.
         OSError: a file cannot be written. No checkpoint was replaced.
-        TypeError: ``state`` is no dict, or has a value that `pyckpt.load` could not load.
+        TypeError: ``state`` is no dict, or has a value that `pyckpt.load` could not load, or a
+            tensor on the meta device.
         ValueError: an argument is out of range, or ``path`` is empty, or a URL that names no object
             store.
         SaveError: the ranks failed in different ways, or by an error that is none of these. The
@@ -90,7 +91,9 @@ def save(
     doing = f"saving {os.fspath(path)}"
 
     def tree() -> dict[str, Any]:
-        return {name: values.encode(_state_of(value), name) for name, value in state.items()}
+        states = {name: values.encode(_state_of(value), name) for name, value in state.items()}
+        values.refuse_meta(states)
+        return states
 
     # A rank that fails here must not leave the others waiting.
     if alone:

@@ -104,6 +104,8 @@ def test_weights_without_a_name(tmp_path: Path) -> None:
         assert equal(model, model_of(1))
         with pytest.raises(LoadError, match="another shape"):
             pyckpt.load_model(model_of(0, width=3), path)
+        with pytest.raises(LoadError, match="on the meta device; materialize it first"):
+            pyckpt.load_model(model.to("meta"), path)
 
 
 def test_it_is_strict(run: Path, tmp_path: Path) -> None:
@@ -185,6 +187,11 @@ def test_views_that_only_begin_alike_are_not_tied(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"not there \(1\): b"):
         pyckpt.load_model(model, tmp_path)
     assert torch.equal(memory, torch.arange(8.0))
+
+
+def test_what_is_no_module(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="load_model takes a module, not a dict"):
+        pyckpt.load_model({"model": nn.Linear(1, 1)}, tmp_path)  # type: ignore[arg-type]
 
 
 def test_nothing_to_load(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from _ranks import run_ranks
 from _sampling import examples, slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
@@ -774,6 +775,34 @@ def test_all_is_one_save_though_another_comes_in_between(
 def test_load_needs_somewhere_to_load_from() -> None:
     with pytest.raises(ValueError, match="path"):
         load({})
+
+
+def test_load_says_what_it_takes(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"dict of objects by name.*not a value of type Linear"):
+        load(nn.Linear(1, 1), tmp_path)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="takes no unexpected, rename"):
+        load(tmp_path, rename=str, unexpected="error")  # type: ignore[call-overload]
+
+
+def test_a_directory_that_is_no_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        save({"a": torch.zeros(1)}, tmp_path / f"step-{step}")
+    says = "this is no checkpoint, but it holds some, such as step-2"
+    for call in (
+        lambda: load({"a": torch.zeros(1)}, tmp_path),
+        lambda: load(tmp_path),
+        lambda: pyckpt.to_torch(tmp_path, tmp_path / "x.pt"),
+        lambda: pyckpt.export(tmp_path, tmp_path / "out"),
+    ):
+        with pytest.raises(FileNotFoundError, match=says) as caught:
+            call()
+        assert caught.value.filename == str(tmp_path)
+    assert not caplog.records
+    with pytest.raises(FileNotFoundError) as caught:
+        load({"a": 0}, tmp_path / "none")
+    assert caught.value.filename == str(tmp_path / "none" / ".metadata")
 
 
 def test_absent_checkpoint(tmp_path: Path) -> None:

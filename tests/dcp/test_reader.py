@@ -266,7 +266,7 @@ def memory_around(tensor: torch.Tensor) -> torch.Tensor:
 def test_expanded_destination(tmp_path: Path, writer: str) -> None:
     """Many elements cannot be loaded into one; stock says so too."""
     save({"t": torch.arange(4.0)}, tmp_path, writer)
-    with pytest.raises(LoadError, match="single memory location"):
+    with pytest.raises(LoadError, match=r"^\w+: .*single memory location"):
         pyckpt.load({"t": torch.zeros(1).expand(4)}, tmp_path)
     save({"t": torch.arange(1.0) + 5}, tmp_path, writer)
     state = {"t": torch.zeros(()).expand(1)}

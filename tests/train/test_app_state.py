@@ -438,6 +438,44 @@ def test_a_module_without_state(tmp_path: Path) -> None:
     load({"activation": nn.ReLU()}, tmp_path)
 
 
+SAVED_ALONE: dict[str, Any] = {"none": None, "tensor": torch.ones(2), "empty": nn.ReLU()}
+
+
+@pytest.mark.parametrize("saved", SAVED_ALONE)
+def test_a_module_for_which_one_value_was_saved(saved: str, tmp_path: Path) -> None:
+    save({"ema": SAVED_ALONE[saved], "other": 1}, tmp_path)
+    ema = net()
+    before = copy.deepcopy(ema.state_dict())
+    names = {f"ema.{name}" for name in before}
+    with pytest.raises(LoadError, match="ema: it was not saved as a module") as info:
+        load({"ema": ema}, tmp_path)
+    assert set(info.value.missing) == names
+    report = load({"ema": ema, "other": 2}, tmp_path, missing="keep")
+    assert (report.loaded, set(report.kept)) == (["other"], names)
+    assert_equal(ema.state_dict(), before)
+
+
+def adam() -> torch.optim.Optimizer:
+    return torch.optim.Adam(net().parameters())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [adam, lambda: torch.optim.lr_scheduler.StepLR(adam(), 1), lambda: torch.amp.GradScaler("cpu")],
+    ids=["optimizer", "scheduler", "scaler"],
+)
+def test_an_object_for_which_none_was_saved(make: Any, tmp_path: Path) -> None:
+    save({"it": None, "other": 1}, tmp_path)
+    it = make()
+    before = copy.deepcopy(it.state_dict())
+    with pytest.raises(LoadError, match="it: it was not saved as a") as info:
+        load({"it": it}, tmp_path)
+    assert info.value.missing == ("it",)
+    report = load({"it": it, "other": 2}, tmp_path, missing="keep")
+    assert (report.loaded, report.kept) == (["other"], ["it"])
+    assert it.state_dict() == before
+
+
 def test_what_a_module_has_not(tmp_path: Path) -> None:
     save({"model": net()}, tmp_path)
     smaller = net(1)[:1]
@@ -448,10 +486,17 @@ def test_what_a_module_has_not(tmp_path: Path) -> None:
     assert_equal(smaller.state_dict(), before)
 
 
+def meta_ones() -> torch.Tensor:
+    return torch.ones(1, device="meta")
+
+
 def test_a_meta_module_is_refused(tmp_path: Path) -> None:
     save({"model": net()}, tmp_path)
     with pytest.raises(LoadError, match="materialize"):
         load({"model": net().to("meta")}, tmp_path)
+    for value in (net().to("meta"), {"l": [meta_ones()]}, Box({"a": meta_ones()})):
+        with pytest.raises(TypeError, match=r"value\.\S+ is on the meta device; materialize"):
+            AppState({"value": value}).state_dict()
 
 
 def test_averaged_model(tmp_path: Path) -> None:
@@ -648,6 +693,78 @@ def test_plain_values_are_filled_in_place(tmp_path: Path) -> None:
     assert not report.left_out
 
 
+def sgd(tensor: torch.Tensor) -> torch.optim.Optimizer:
+    return torch.optim.SGD([tensor], lr=0.1, momentum=0.9)
+
+
+def parameters(size: int, rows: int) -> dict[str, Any]:
+    torch.manual_seed(size)
+    leaf = torch.rand(size, requires_grad=True)
+    state = {
+        "params": {"w": leaf, "by number": {3: torch.rand(size, requires_grad=True)}},
+        "list": [torch.rand(2), nn.Parameter(torch.rand(size))],
+        "lists": {"l": [[torch.rand(size, requires_grad=True)], 1]},
+        "alone": nn.Parameter(torch.rand(size)),
+        "model": nn.Linear(size, 1),
+        "buffer": torch.rand(rows),
+        "optimizer": sgd(leaf),
+    }
+    leaf.sum().backward()
+    state["optimizer"].step()
+    return state
+
+
+TRAINED = ("params.w", "params.by number.3", "list.1", "lists.l.0.0", "alone")
+
+
+def test_trained_tensors_of_another_shape(tmp_path: Path) -> None:
+    saved = parameters(4, rows=4)
+    save(saved, tmp_path)
+    live = parameters(5, rows=4)
+    before = copy.deepcopy(live)
+    with pytest.raises(LoadError, match="tensors of another shape") as info:
+        load(live, tmp_path)
+    assert set(info.value.mismatched) == {*TRAINED, "model.weight"}
+    assert_equal(live["params"], before["params"])
+    assert_equal(live["list"], before["list"])
+
+    leaf, alone = live["params"]["w"], live["alone"]
+    report = load(live, tmp_path, mismatched="keep")
+    assert {*TRAINED, "model.weight"} <= set(report.kept)
+    assert not set(report.kept) & set(report.loaded)
+    assert live["params"]["w"] is leaf
+    assert live["alone"] is alone
+    assert_equal(live["params"], before["params"])
+    assert_equal(live["list"], [saved["list"][0], before["list"][1]])
+    assert_equal(live["lists"], before["lists"])
+    assert_equal(live["buffer"], saved["buffer"])
+    assert_equal(live["optimizer"].state[leaf], before["optimizer"].state[before["params"]["w"]])
+
+
+def test_untrained_tensors_of_another_shape_are_data(tmp_path: Path) -> None:
+    save({"buffer": torch.ones(4), "more": {"empty": torch.ones(3)}}, tmp_path)
+    buffer = torch.zeros(5)
+    live = {"buffer": buffer, "more": {"empty": torch.zeros(0)}}
+    report = load(live, tmp_path, mismatched="keep")
+    assert live["buffer"] is buffer
+    assert buffer.tolist() == [0] * 5
+    assert report.kept == ["buffer", "more.empty"]
+    load(live, tmp_path)
+    assert live["buffer"].tolist() == [1] * 4
+    assert live["more"]["empty"].tolist() == [1] * 3
+
+
+def test_an_empty_parameter_stays_the_one_that_is_trained(tmp_path: Path) -> None:
+    save({"value": {"w": nn.Parameter(torch.zeros(0))}, "other": torch.ones(2)}, tmp_path)
+    param = nn.Parameter(torch.zeros(0))
+    live = {"value": {"w": param}}
+    load(live, tmp_path)
+    assert live["value"]["w"] is param
+    with pytest.raises(LoadError, match=r"other: \(2,\) is not \(0,\)") as info:
+        load({"other": param}, tmp_path)
+    assert info.value.mismatched == ("other",)
+
+
 ADDED = [  # what was saved, what the program has now, what it adds, and the two together
     ({"a": 1}, {"a": 0, "new": 2}, "value.new", {"a": 1, "new": 2}),
     ({}, {"new": 2}, "value.new", {"new": 2}),
@@ -703,6 +820,20 @@ def test_values_that_could_not_be_loaded_are_refused_when_saving() -> None:
         AppState({"config": {"path": Path("/")}}).state_dict()
     with pytest.raises(TypeError, match="RngState"):
         AppState({"nested": {"rng": pyckpt.RngState()}}).state_dict()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: {"g": net()}, lambda: [adam()], lambda: {"g": (Box({}),)}, lambda: {1: {2: Box({})}}],
+    ids=["module", "optimizer", "other", "without tensors"],
+)
+def test_objects_with_a_state_must_be_entries(make: Any) -> None:
+    allowed = [nn.Sequential, torch.optim.Adam, Box]
+    with (
+        torch.serialization.safe_globals(allowed),
+        pytest.raises(TypeError, match="must be entries of the state itself"),
+    ):
+        AppState({"nets": make()}).state_dict()
 
 
 def test_allowed_classes(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import pyckpt
-from pyckpt.errors import CorruptCheckpoint, SaveError
+from pyckpt.errors import CorruptCheckpoint, LoadError, SaveError
 
 
 def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -180,6 +180,16 @@ def test_errors_are_ordinary(tmp_path: Path) -> None:
     with pytest.raises(NotADirectoryError) as raised:
         pyckpt.save({"x": 1}, tmp_path / "file" / "below")
     assert raised.value.__cause__ is None
+
+
+def test_what_is_on_the_meta_device(tmp_path: Path) -> None:
+    pyckpt.save({"model": nn.Linear(2, 2)}, tmp_path / "saved")
+    state = {"model": nn.Linear(2, 2, device="meta")}
+    with pytest.raises(TypeError, match=r"model\.weight is on the meta device"):
+        pyckpt.save(state, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(LoadError, match=r"model\.weight is on the meta device"):
+        pyckpt.load(state, tmp_path / "saved")
 
 
 def test_it_warns_of_nothing(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -352,5 +353,22 @@ def test_one_list_that_is_met_again_and_again(kind: str, tmp_path: Path) -> None
 def test_what_contains_itself_is_refused(tmp_path: Path) -> None:
     value: list[Any] = [1]
     value.append(value)
-    with pytest.raises(TypeError, match="contains itself"):
-        save({"value": value}, tmp_path)
+    with_tensor: dict[str, Any] = {"x": torch.ones(1)}
+    with_tensor["again"] = with_tensor
+    for one in (value, with_tensor, {"again": [with_tensor]}):
+        with pytest.raises(TypeError, match=r"value.*contains itself"):
+            save({"value": one}, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["datetime64[D]", "<U1", "object", ">i4", "longdouble"])
+def test_arrays_that_torch_has_not(dtype: str) -> None:
+    array = np.array([1]).astype(dtype)
+    with pytest.raises(TypeError, match=r"value\.a is or contains a numpy") as info:
+        AppState({"value": {"a": array}}).state_dict()
+    assert array.dtype.str in str(info.value) or str(array.dtype) in str(info.value)
+
+
+def test_two_values_of_one_name(tmp_path: Path) -> None:
+    tensor = torch.ones(1)
+    with pytest.raises(pyckpt.errors.SaveError, match=r"named 'v\.a\.b'.*; rename one"):
+        pyckpt.save({"v": {"a.b": tensor, "a": {"b": tensor}}}, tmp_path)

@@ -19,6 +19,7 @@ from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.renaming import Rename
 from pyckpt.dcp.report import LoadReport, some
 from pyckpt.dcp.together import together
+from pyckpt.train.state import values
 from pyckpt.train.state.entry import Entry, ValueEntry
 from pyckpt.train.state.forwards import written_in_forward
 from pyckpt.train.state.kinds import entry_of, is_rng, optimizers_in, restore_turn
@@ -80,10 +81,12 @@ class AppState:
         (FSDP1 modules, consolidated metrics).
 
         Raises:
-            TypeError: an object has a value that could not be loaded again.
+            TypeError: an object has a value that could not be loaded again, or a tensor on the meta
+                device, which has no values.
         """
         entries = self._entries()
         states = {entry.name: entry.state() for entry in sorted(entries, key=is_rng)}
+        values.refuse_meta(states)
         return {entry.name: states[entry.name] for entry in entries}
 
     def check(self, *, keep: Sequence[str] = ()) -> None:
@@ -131,7 +134,9 @@ class AppState:
             unexpected: what to do about parameters, optimizer state and metrics that the
                 checkpoint has and the objects lack: raise a `LoadError`, or "ignore" them.
             mismatched: what to do about parameters and buffers that have another shape in the
-                checkpoint: raise a `LoadError`, or "keep" them and their optimizer state.
+                checkpoint: raise a `LoadError`, or "keep" them and their optimizer state. The same
+                holds for tensors in plain values that require gradients, or are DTensors. Other
+                tensors there become what was saved, unless this is "keep".
             rename: called with each key of the checkpoint (``"model.head.weight"``), returns the
                 key that it has in the state, which may be the same. A new name of a module's
                 parameter also applies to its optimizer state.

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from pyckpt.dcp.report import Difference
+from pyckpt.dcp.report import Difference, some
 from pyckpt.errors import LoadError, PyckptError, SaveError
 from pyckpt.optim.wrappers import parameters, sharding
 from pyckpt.train.state import values
@@ -36,8 +36,10 @@ class Entry(ABC):
         """Keys that hold what was saved under another key, since they share its tensor."""
         self.ignored: list[str] = []
         """Keys of the checkpoint that the object does not have."""
+        self.mismatched: set[int] = set()
+        """Ids of tensors that stay as they are, since their saved shape is another."""
         self.stays = False
-        """Whether the object stays as it is, since nothing was saved that could be loaded into it."""
+        """Whether the object stays as it is: nothing was saved that could be loaded into it."""
 
     @abstractmethod
     def state(self) -> Any:
@@ -213,6 +215,7 @@ class ValueEntry(Entry):
         self.value = value
         self.differing: list[Difference] = []
         self._kept: dict[tuple[str, ...], Any] = {}
+        self._held: dict[Path, torch.Tensor] = {}
 
     def keep(self, path: tuple[str, ...]) -> None:
         """Keep the value at a path of dicts; the empty path is the value itself.
@@ -237,7 +240,40 @@ class ValueEntry(Entry):
         return values.encode(self.value, self.name)
 
     def template(self, saved: Tree) -> Any:
-        return values.template(self.state(), saved)
+        live = self.state()  # first: it refuses what contains itself
+        changed = [
+            one
+            for one in values.of_other_shape(self.value, saved)
+            if not any(one[0][: len(kept)] == kept for kept in self._kept)
+        ]
+        if self.policy.mismatched == "keep":
+            self._held = {path: tensor for path, tensor, _ in changed}
+            self.mismatched = {id(tensor) for tensor in self._held.values()}
+            self.kept += [self._key(path) for path in self._held]
+            self.stays = () in self._held
+            # Nothing is loaded into an empty dict, and it holds the place in lists, too.
+            return values.template(live, saved, {path: {} for path in self._held})
+        trained = {path: tensor for path, tensor, _ in changed if values.is_trained(tensor)}
+        # Loading raises the error of those that hold something, together with those of modules.
+        # What is empty it would take for something to be made yet.
+        empty = [
+            f"{self._key(path)}: {tuple(size)} is not {tuple(tensor.shape)}"
+            for path, tensor, size in changed
+            if path in trained and not tensor.numel()
+        ]
+        if empty:
+            raise LoadError(
+                f"tensors of another shape in the checkpoint than in the state ({len(empty)}): "
+                f"{some(empty, 20)}",
+                mismatched=tuple(one.partition(": ")[0] for one in empty),
+            )
+        return values.template(live, saved, trained)
+
+    def wants(self, path: Path) -> bool:
+        return path not in self._held
+
+    def _key(self, path: Path) -> str:
+        return ".".join((self.name, *map(str, path)))
 
     def absent(self, saved: Any) -> list[str]:
         """Keys that the value has and the checkpoint lacks. ``saved`` is its ``Tree``, which does
@@ -248,6 +284,8 @@ class ValueEntry(Entry):
 
     def restore(self, loaded: Any) -> None:
         """Set ``value`` to the value for the state."""
+        for path, tensor in self._held.items():
+            _put(loaded, path, tensor)
         live = values.atoms(self.value, self.name)
         saved = values.decode(loaded)
         found = values.atoms(saved, self.name)
@@ -263,6 +301,22 @@ class ValueEntry(Entry):
             for key, value in live.items()
             if key in found and not _same(found[key], value)
         ]
+
+
+def _put(root: Any, path: Path, value: Any) -> None:
+    """Put a value into a loaded tree. Lists were cut behind the last entry that was loaded."""
+    node = root
+    for part, following in zip(path, [*path[1:], None], strict=True):
+        if isinstance(node, list):
+            node.extend({} for _ in range(len(node), int(part) + 1))
+        else:
+            part = next((key for key in node if str(key) == part), part)
+        if following is None:
+            node[part] = value
+            return
+        if not node[part] and isinstance(following, int):
+            node[part] = []
+        node = node[part]
 
 
 def _below(value: Any, key: str) -> Any:

@@ -16,8 +16,6 @@ from pyckpt.dcp.report import some
 from pyckpt.errors import LoadError, PyckptError
 from pyckpt.format.paths import paths
 from pyckpt.train.state.entry import Entry, ValueEntry
-from pyckpt.train.state.kinds import restore_turn
-from pyckpt.train.state.modules import ModuleEntry
 from pyckpt.train.state.optimizers import OptimizerEntry
 from pyckpt.train.state.saved import Path, Policy, tree
 
@@ -64,17 +62,16 @@ class LoadPlan:
         self.entries = [entry for entry in entries if entry.name in saved]
         self.states = {}
         mismatched: set[int] = set()
-        # Modules come first: they decide which parameters stay as they are, and optimizers keep the
-        # state of these.
-        for entry in sorted(self.entries, key=restore_turn):
+        # Optimizers come last: the others decide which parameters stay as they are, and optimizers
+        # keep the state of these.
+        for entry in sorted(self.entries, key=lambda one: isinstance(one, OptimizerEntry)):
             with blamed_on(entry.name, OSError):
                 if isinstance(entry, OptimizerEntry):
                     entry.leave(mismatched)
                 template = entry.template(saved[entry.name])
             if not entry.stays:
                 self.states[entry.name] = template
-            if isinstance(entry, ModuleEntry):
-                mismatched |= entry.mismatched
+            mismatched |= entry.mismatched
         self._missing = policy.missing
         self.settle(saved)
         self._by_name = {entry.name: entry for entry in self.entries}
@@ -92,7 +89,7 @@ class LoadPlan:
         self.kept = [
             key
             for entry in self.entries
-            if isinstance(entry, ValueEntry)
+            if isinstance(entry, ValueEntry) and not entry.stays
             for key in entry.absent(found[entry.name])
         ]
         if self.kept and self._missing == "error":

@@ -205,8 +205,6 @@ class ModuleEntry(Entry):
         self._view = value if isinstance(value, Trainable) else None
         self._module = value.module if isinstance(value, Trainable) else value
         self._unwanted: set[str] = set()
-        self.mismatched: set[int] = set()
-        """Ids of parameters that stay as they are, since their saved shape is another."""
 
     def state(self) -> Any:
         self._tell_left_out()

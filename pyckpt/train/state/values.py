@@ -15,12 +15,23 @@ from torch.distributed.tensor import DTensor
 from torch.serialization import get_safe_globals
 
 from pyckpt.dcp import objects
-from pyckpt.dcp.leaves import is_plain_type
+from pyckpt.dcp.leaves import first_on_meta, is_plain_type, whole_size
 from pyckpt.dcp.whole import ARRAY, KEYS, VALUE, Whole, decode, is_special
 from pyckpt.errors import PyckptError
-from pyckpt.train.state.saved import Tree
+from pyckpt.train.state.saved import Path, Tree
 
-__all__ = ["absent", "assign", "atoms", "decode", "encode", "marked", "template"]
+__all__ = [
+    "absent",
+    "assign",
+    "atoms",
+    "decode",
+    "encode",
+    "is_trained",
+    "marked",
+    "of_other_shape",
+    "refuse_meta",
+    "template",
+]
 
 _DETACHED = (torch.Tensor, nn.Parameter, DTensor)
 _ATOMS = (int, float, complex, str, bytes, bytearray, bool, type(None), torch.dtype, torch.device)
@@ -50,9 +61,19 @@ def encode(
         whole: makes one item of a value that DCP would take apart.
 
     Raises:
-        TypeError: it contains an object that could not be loaded, since loading runs no code from
-            files. Saving raises this, since an error while loading would come too late.
+        TypeError: it contains itself, or an object that could not be loaded, since loading runs no
+            code from files. Saving raises this, since an error while loading would come too late.
     """
+    try:
+        return _encode(value, name, compact=compact, whole=whole)
+    except RecursionError:
+        raise TypeError(
+            f"{name} contains itself, or is nested deeper than sys.getrecursionlimit() lets it be "
+            "saved"
+        ) from None
+
+
+def _encode(value: Any, name: str, *, compact: bool, whole: Callable[[Any], Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return _tensor(value, name, whole)
     if isinstance(value, dict) and type(value) is not Counter and value:
@@ -64,12 +85,12 @@ def encode(
         else:
             return whole(_plain(value, name))
         return {
-            str(key): encode(sub, f"{name}.{key}", compact=compact, whole=whole)
+            str(key): _encode(sub, f"{name}.{key}", compact=compact, whole=whole)
             for key, sub in value.items()
         } | keys
     if type(value) is list and _has_tensor(value):
         return [
-            encode(sub, f"{name}.{i}", compact=compact, whole=whole) for i, sub in enumerate(value)
+            _encode(sub, f"{name}.{i}", compact=compact, whole=whole) for i, sub in enumerate(value)
         ]
     memo: dict[int, Any] = {}
     plain = _plain(value, name, memo)
@@ -109,14 +130,35 @@ def _keys(value: dict[Any, Any], name: str) -> list[Any]:
     return keys
 
 
-def template(live: Any, saved: Tree) -> Any:
+def refuse_meta(states: dict[str, Any]) -> None:
+    """Refuse to save tensors that have no values.
+
+    Args:
+        states: encoded values, by name.
+
+    Raises:
+        TypeError: one is on the meta device.
+    """
+    name = first_on_meta(states)
+    if name is not None:
+        raise TypeError(f"{name} is on the meta device; materialize it first: it has no values")
+
+
+def template(live: Any, saved: Tree, given: Mapping[Path, Any] | None = None) -> Any:
     """The tree to load a saved value into: the live value's tensors if they fit, and None, which
     takes any saved value, everywhere else.
 
     Args:
         live: the live value, encoded.
         saved: the saved tree.
+        given: what to load into at some paths of the tree.
     """
+    return _template(live, saved, given or {}, ())
+
+
+def _template(live: Any, saved: Tree, given: Mapping[Path, Any], path: Path) -> Any:
+    if path in given:
+        return given[path]
     if not isinstance(saved, dict):
         fits = (
             isinstance(saved, TensorStorageMetadata)
@@ -125,12 +167,44 @@ def template(live: Any, saved: Tree) -> Any:
             and not live.is_meta
         )
         return live if fits else None
-    parts = {part: template(_part(live, part), sub) for part, sub in saved.items()}
+    parts = {
+        part: _template(_part(live, part), sub, given, (*path, part)) for part, sub in saved.items()
+    }
     if all(part is None for part in parts.values()):
         return None
     if all(isinstance(part, int) for part in parts):
         return [parts.get(i) for i in range(1 + max(int(part) for part in parts))]
     return parts
+
+
+def of_other_shape(
+    live: Any, saved: Tree, path: Path = ()
+) -> Iterator[tuple[Path, torch.Tensor, torch.Size]]:
+    """The tensors of a live value that have another shape in the checkpoint, each with its path in
+    the saved tree and its saved shape.
+
+    Args:
+        live: the live value, not encoded.
+        saved: the saved tree.
+        path: of both, which is put before those that are returned.
+    """
+    if isinstance(live, torch.Tensor):
+        if (
+            isinstance(saved, TensorStorageMetadata)
+            and not is_special(live)
+            and whole_size(live) != saved.size
+        ):
+            yield path, live, saved.size
+    elif isinstance(saved, dict):
+        if isinstance(live, Mapping):
+            live = {str(key): sub for key, sub in live.items()}  # as it was encoded
+        for part, sub in saved.items():
+            yield from of_other_shape(_part(live, part), sub, (*path, part))
+
+
+def is_trained(tensor: torch.Tensor) -> bool:
+    """Whether an optimizer may hold this very tensor, so that no other can take its place."""
+    return tensor.requires_grad or isinstance(tensor, nn.Parameter | DTensor)
 
 
 def absent(live: Any, saved: Any, name: str) -> list[str]:
@@ -232,15 +306,35 @@ def _plain(value: Any, name: str, memo: dict[int, Any] | None = None) -> Any:
             return _plain(value.item(), name)
         if kind is numpy.ndarray and value.dtype.kind in "biufc":
             # A copy, since the array is live, and stagers do not copy the content of tuples.
-            return (ARRAY, torch.from_numpy(value.copy()))
+            try:
+                return (ARRAY, torch.from_numpy(value.copy()))
+            except (TypeError, ValueError) as error:
+                raise TypeError(
+                    f"{name} is or contains a numpy array of dtype {value.dtype.str}, which torch "
+                    f"has not; convert it ({error})"
+                ) from error
+    if _has_state(value):
+        # Even if its class is allowed: a load would make another one, and leave this one as it is.
+        raise TypeError(
+            f"{name} is or contains a {kind.__name__} inside of a dict or list; objects with a "
+            f"state must be entries of the state itself, such as {{{name!r}: ...}}"
+        )
     if kind in get_safe_globals():
         _prove(value, name)
         return value
+    what = f"{kind.__module__}.{kind.__qualname__}"
+    if numpy is not None and kind is numpy.ndarray:
+        what += f" of dtype {value.dtype}"
     raise TypeError(
-        f"{name} is or contains a {kind.__module__}.{kind.__qualname__}, which loading, running no "
-        "code from files, could not make again; save plain values and tensors of it, or allow it "
-        "with torch.serialization.add_safe_globals (then it is tried, at each save)"
+        f"{name} is or contains a {what}, which loading, running no code from files, could not "
+        "make again; save plain values and tensors of it, or allow it with "
+        "torch.serialization.add_safe_globals (then it is tried, at each save)"
     )
+
+
+def _has_state(value: Any) -> bool:
+    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    return not isinstance(value, type) and all(map(callable, methods))
 
 
 def _prove(value: Any, name: str) -> None:
@@ -312,13 +406,18 @@ def _is_alias(live: torch.Tensor, loaded: torch.Tensor) -> bool:
         return (
             isinstance(live, DTensor)
             and isinstance(loaded, DTensor)
-            and (live._local_tensor.data_ptr() == loaded._local_tensor.data_ptr() != 0)
+            and live.shape == loaded.shape
+            and _is_same_memory(live._local_tensor, loaded._local_tensor)
         )
-    return (
-        not is_special(loaded)
-        and live.data_ptr() == loaded.data_ptr() != 0
-        and live.shape == loaded.shape
-    )
+    return not is_special(loaded) and _is_same_memory(live, loaded)
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.numel():  # which has no memory, and nothing to load
+        return one.dtype == other.dtype and one.device == other.device
+    return one.data_ptr() == other.data_ptr() != 0
 
 
 def _has_tensor(value: Any) -> bool:

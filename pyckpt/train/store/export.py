@@ -108,6 +108,8 @@ def export(
     limit = _bytes(max_shard_size)
     content_of_config = None if config is None else _config(config)
     source_directory, target = local_place_of(checkpoint), local_place_of(path)
+    if not (source_directory / commit.metadata_name()).exists():
+        raise commit.no_checkpoint(source_directory)
     stem, suffix = _STEMS[format]
     written: list[int] = []
     total = 0
