@@ -4,7 +4,7 @@ It works under any StorageReader. On each rank it compares the state with the me
 every key, so it needs no collectives beyond DCP's own. The caller's state is changed late:
 containers when all ranks have planned (`finish_plan`), and a created tensor goes in when its data
 has arrived (`commit_tensor`), so that a load that fails leaves no uninitialised tensors behind.
-`pyckpt.load` then gives the containers back what they held.
+`pyckpt.load` also gives the containers back their old structure then.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class LoadPlanner(DefaultLoadPlanner):
     list, dict or tensor, stand for "whatever was saved"; a list takes the length it had. Tensors
     that the state has are loaded in place: a dtype that differs is converted, a shape that differs
     is an error. A value of another kind than saved (an int where a tensor was saved, a tensor where
-    None was) gives way to what was saved. Top-level entries that the caller does not pass are not
-    loaded. `report` tells of all of it.
+    None was, a dict where a list was) gives way to what was saved. Top-level entries that the
+    caller does not pass are not loaded. `report` tells of all of it.
 
     DCP saves the keys of dicts as strings. Where it creates a key, this planner makes it an int
     again if all keys that the dict has are ints, or if the dict is the ``state`` of an optimizer.
@@ -417,8 +417,8 @@ class LoadPlanner(DefaultLoadPlanner):
         return new_plan
 
     def _undo_changes(self) -> None:
-        """After a load that has failed: give the state its old structure. Tensors that were there
-        stay as far as they are loaded."""
+        """After a load that has failed: give the state its old structure. Tensors, and numbers that
+        were numbers, stay as far as they are loaded."""
         self._undo.run()
 
     def put_plain(self, names: Sequence[str], values: Sequence[Any]) -> None:
