@@ -53,14 +53,19 @@ class Engine:
 
     def __post_init__(self) -> None:
         if self.slot_bytes <= 0 or self.slot_bytes % _SLOT_GRAIN:
-            raise ValueError(f"{self.slot_bytes = } must be a positive multiple of {_SLOT_GRAIN}.")
+            raise ValueError(
+                f"slot_bytes = {self.slot_bytes!r} must be a positive multiple of {_SLOT_GRAIN}."
+            )
         if self.io_threads <= 0:
-            raise ValueError(f"{self.io_threads = } must be positive.")
+            raise ValueError(f"io_threads = {self.io_threads!r} must be positive.")
         budget = self.max_pinned_bytes
         if budget is None:
             budget = max(_share_of_memory(), self.slot_bytes * self.io_threads)
         if budget < self.slot_bytes:
-            raise ValueError(f"{self.max_pinned_bytes = } must hold a slot: {self.slot_bytes = }.")
+            raise ValueError(
+                f"max_pinned_bytes = {self.max_pinned_bytes!r} must hold a slot, of "
+                f"{self.slot_bytes} bytes."
+            )
         # A thread works on one slot at a time. The spare slots are being copied to a GPU. Copying a
         # slot of 2 MiB takes less than a tenth of the time of reading it.
         spare = max(2, self.io_threads // 2)

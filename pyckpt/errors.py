@@ -128,7 +128,7 @@ class CheckpointReplaced(LoadError):
 
 class StagerBusy(PyckptError):
     """Earlier saves hold the memory that a save needs, and ``when_busy`` of `PinnedStager` says not
-    to wait for it."""
+    to wait for it. Or a save began so late that another save, or a step, took its memory."""
 
 
 class SaveError(PyckptError):

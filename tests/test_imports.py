@@ -46,7 +46,7 @@ MAY_USE = {
     | {"dcp", "engine", "format", "layouts", "optim", "statistics"}
     | {"remote", "train.arguments", "train.nodes", "train.state", "train.store", "train.sync"}
     | {"train.tiers"},
-    "train.arguments": set(),
+    "train.arguments": {"remote"},
     # These three do not know each other.
     "train.state": FLOOR | {"dcp", "format", "optim"},
     "train.store": FLOOR

@@ -109,7 +109,7 @@ def trainer(contents: Contents, folder: Path, scratch: Path, stack: ExitStack) -
         if (folder / f"{name}.pt").is_file():
             contents.add(name, _read(contents, folder / f"{name}.pt"))
     if not only_model:
-        contents.add_ranks("loss", [{"sum": torch.zeros(()), "since": contents.step}])
+        contents.add_ranks("loss", [{"sum": torch.zeros((), device="cpu"), "since": contents.step}])
         generators = [_generators(contents, path) for path in _by_rank(folder, "rng_state", ".pth")]
         contents.add_ranks("rng", generators or [{}])
     if state.get("best_model_checkpoint") and state.get("best_global_step") != contents.step:

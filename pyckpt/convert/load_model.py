@@ -47,7 +47,7 @@ def load_model(
     key: str = "model",
     missing: Literal["error", "keep"] = "error",
     unexpected: Literal["error", "ignore"] = "error",
-    rename: Rename | None = None,
+    rename: Rename | Mapping[str, str] | None = None,
     naming: str | None = None,
     direct: Direct = "auto",
     engine: Engine | None = None,
@@ -72,7 +72,7 @@ def load_model(
         missing: what to do about parameters that are not there: raise, or "keep" them.
         unexpected: what to do about those that the module lacks: raise, or "ignore" them.
         rename: called with each name (in checkpoints with its key, ``"model.head.weight"``),
-            returns the name that the module has for it.
+            returns the name that the module has for it. Or a mapping of the names that change.
         naming: the names of a Checkpointer's checkpoints, as for `Checkpointer`.
         direct: whether reading bypasses the page cache, as for `DirectReader`.
         engine: the memory and threads to use; by default those that everyone shares.
@@ -148,7 +148,7 @@ def _look(
         if isinstance(place, str):
             found.append(_look_there(place, key, direct, engine))
         else:
-            found.append(_look_here(place.expanduser(), key, direct, engine, naming))
+            found.append(_look_here(place, key, direct, engine, naming))
         return found[0].kind
 
     doing = "looking for weights"
@@ -219,8 +219,8 @@ def _load_bare(
     saved = {
         str(place[0]): metadata.state_dict_metadata[name] for name, place in paths(metadata).items()
     }
-    if options.rename is not None:
-        saved = _renamed(saved, options.rename)
+    if options.renames is not None:
+        saved = _renamed(saved, options.renames)
     shapes = {
         name: tuple(item.size) if isinstance(item, TensorStorageMetadata) else None
         for name, item in saved.items()
@@ -229,7 +229,7 @@ def _load_bare(
     state = {name: live[name] for name in live if name not in kept}
     # A rank that finds another one lost leaves this group, so that those that wait in it see it.
     with ranks.acting("loading weights"):
-        report = load(state, reader=reader, rename=options.rename, process_group=ranks.work)
+        report = load(state, reader=reader, rename=options.renames, process_group=ranks.work)
     return LoadReport(
         loaded=report.loaded,
         filled=report.filled,
@@ -248,8 +248,8 @@ def _load_bare(
 def _load_files(module: nn.Module, path: Path, key: str, options: LoadOptions) -> LoadReport:
     start = time.perf_counter()
     saved = read_weights(path)
-    if options.rename is not None:
-        saved = _renamed(saved, options.rename)
+    if options.renames is not None:
+        saved = _renamed(saved, options.renames)
     live = _live(module, None)
     _add_tied(saved, live)
     kept, left = _compare(live, {name: tuple(one.shape) for name, one in saved.items()}, options)

@@ -22,10 +22,10 @@ def view(storage: Any, offset: int, shape: Sequence[int], dtype: torch.dtype) ->
     """A tensor of the bytes from ``offset`` on; a copy if they are not aligned for its elements."""
     count = math.prod(shape)
     if not count:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     if offset % dtype.itemsize:
         at, length, kind = offset, count * dtype.itemsize, torch.uint8
     else:
         at, length, kind = offset // dtype.itemsize, count, dtype
-    flat = torch.empty(0, dtype=kind).set_(storage, at, (length,), (1,))
+    flat = torch.empty(0, dtype=kind, device="cpu").set_(storage, at, (length,), (1,))
     return (flat if kind == dtype else flat.clone().view(dtype)).view(tuple(shape))

@@ -193,7 +193,7 @@ class _Repairer:
         if right:
             return
         number = value.item() if isinstance(value, torch.Tensor) else value
-        entries[key] = torch.full(native.shape, number, dtype=native.dtype)
+        entries[key] = torch.full(native.shape, number, dtype=native.dtype, device="cpu")
         wanted, rounded = _said("cpu", entries[key]), entries[key].item()
         if rounded != number and number == number:  # but for NaN
             wanted += f", {number!r} rounded to {rounded!r}"
@@ -269,7 +269,9 @@ def _kinds(name: str | None) -> Iterator[tuple[type[torch.optim.Optimizer], set[
 
 
 def _made(kind: Any, params: list[nn.Parameter] | None = None) -> torch.optim.Optimizer:
-    made: torch.optim.Optimizer = kind(params or [nn.Parameter(torch.empty(2, 2))], lr=0.1)
+    made: torch.optim.Optimizer = kind(
+        params or [nn.Parameter(torch.empty(2, 2, device="cpu"))], lr=0.1
+    )
     return made
 
 
@@ -294,7 +296,7 @@ def _learn(
             host = None
             shape_there = resolver.shape(0, param, path)
             if place.kind == "host" and place.dtype is not None and shape_there == ():
-                host = torch.empty((), dtype=place.dtype)
+                host = torch.empty((), dtype=place.dtype, device="cpu")
             found[str(path[0])] = host
         known[shape, dtype] = found
     return [known[spec] for spec in specs]

@@ -130,7 +130,7 @@ def _tensor(shape: Any, kind: Any, by_columns: bool, data: bytes) -> torch.Tenso
     if math.prod(shape) * dtype.itemsize != len(data):
         return None
     if not data:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     flat = torch.frombuffer(bytearray(data), dtype=dtype)
     return (
         flat.view(shape[::-1]).permute(*range(len(shape))[::-1]) if by_columns else flat.view(shape)

@@ -21,6 +21,9 @@ TEMPORARY_BYTES = 32 << 20
 their own; this much of it at a time."""
 FILES_MAX = 256
 """Files open at a time; a process is commonly allowed 1,024."""
+_BLOCK_BITS = 24
+"""Destinations are noted in blocks of so much memory (16 MiB): to insert one into a list of all
+would take long where they are many."""
 
 
 class _Temporary(NamedTuple):
@@ -44,7 +47,7 @@ class _Whole(NamedTuple):
 
 
 class _Claims:
-    """Which keys are read into which parts of a storage."""
+    """Which keys are read into which parts of a block of memory."""
 
     def __init__(self) -> None:
         # Intervals that do not overlap, in their order.
@@ -91,7 +94,7 @@ class FileReads:
         self._files: dict[str, int] = {}
         self._pending: list[tuple[Check, int, int, int]] = []  # begin, end, range
         self._wholes: list[_Whole] = []  # which the job gets together
-        self._claims: dict[int, _Claims] = {}  # of the storage at that address
+        self._claims: dict[tuple[int, int], _Claims] = {}  # by device and block
         self._temporaries: list[_Temporary] = []
         self._temporary_bytes = 0
 
@@ -113,6 +116,8 @@ class FileReads:
             self._add_whole(check, item.storage_offsets, target)
         elif not alike or not self._add_box(check, item.storage_offsets, target):
             self._add_copied(check, item.storage_offsets, target)
+        if not self._claims:  # a flush on the way forgot them
+            self._claim(item.dest_index.fqn, target)
 
     def _add_whole(self, check: Check, offsets: Sequence[int], target: torch.Tensor) -> None:
         payload, tensor = check.payload, target
@@ -179,10 +184,21 @@ class FileReads:
         """Note what memory a key is read into; False where another key is, in this job."""
         if type(target) is not torch.Tensor or target.numel() == 0:
             return True
+        target.untyped_storage().data_ptr()  # raises for a tensor that has no memory
         begin = target.data_ptr()
         extent = sum((n - 1) * s for n, s in zip(target.shape, target.stride(), strict=True)) + 1
-        claims = self._claims.setdefault(target.untyped_storage().data_ptr(), _Claims())
-        return claims.add(begin, begin + extent * target.itemsize, key)
+        end = begin + extent * target.itemsize
+        device = target.get_device()
+        # By address: tensors that a program made of memory of its own (numpy, a mapped file) may
+        # overlap though torch takes their storages for different ones.
+        for block in range(begin >> _BLOCK_BITS, ((end - 1) >> _BLOCK_BITS) + 1):
+            claims = self._claims.get((device, block))
+            if claims is None:
+                claims = self._claims[device, block] = _Claims()
+            first = max(begin, block << _BLOCK_BITS)
+            if not claims.add(first, min(end, (block + 1) << _BLOCK_BITS), key):
+                return False
+        return True
 
     def _add_box(self, check: Check, offsets: Sequence[int], target: torch.Tensor) -> bool:
         payload = check.payload

@@ -32,7 +32,7 @@ from pyckpt.dcp.handing_on import is_known_to_carry
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.planner import Create, LoadPlanner
 from pyckpt.dcp.reader import DirectReader
-from pyckpt.dcp.renaming import Rename, moved, renamed
+from pyckpt.dcp.renaming import Rename, function_of, moved, renamed
 from pyckpt.dcp.report import LoadReport
 from pyckpt.dcp.together import together
 from pyckpt.dcp.whole import decode_in_place
@@ -68,7 +68,7 @@ def load(
     missing: Literal["error", "keep"] = "error",
     unexpected: Literal["fill", "ignore", "error"] = "fill",
     mismatched: Literal["error", "keep"] = "error",
-    rename: Rename | None = None,
+    rename: Rename | Mapping[str, str] | None = None,
     allow: Sequence[Allowed] = (),
     device: torch.device | str = "cpu",
     create: Create | None = None,
@@ -90,7 +90,7 @@ def load(
     missing: Literal["error", "keep"] = "error",
     unexpected: Literal["fill", "ignore", "error"] = "fill",
     mismatched: Literal["error", "keep"] = "error",
-    rename: Rename | None = None,
+    rename: Rename | Mapping[str, str] | None = None,
     allow: Sequence[Allowed] = (),
     device: torch.device | str = "cpu",
     create: Create | None = None,
@@ -126,7 +126,8 @@ def load(
             ``s3://bucket/run/step-00000100``. It may be left out if ``reader`` knows it.
         missing, unexpected, mismatched, allow, device, create: see `LoadPlanner`.
         rename: called with each key of the checkpoint (``"model.head.weight"``), returns the key
-            that it has in the state; the same where it is called the same.
+            that it has in the state; the same where it is called the same. Or a mapping of the keys
+            that change.
         verify: "items" checks the CRC-32 of every item that is read whole, "none" does not.
         direct: whether reading bypasses the page cache, as for `DirectReader`.
         engine: the memory and threads to use; by default those that everyone shares.
@@ -195,7 +196,7 @@ def load(
             if alone:
                 raise
             refusal = error  # the other ranks wait for what this one says
-        change = partial(_renamed, state_dict, rename)
+        change = partial(_renamed, state_dict, function_of(rename))
         if isinstance(state_dict, _Everything):
             change = partial(_filled, states)
         if shares:

@@ -264,12 +264,23 @@ def _checked_sparse(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor
             indices, values, size, coalesced, check_pinning=False
         )
         return torch.sparse_coo_tensor(
-            indices, values, size, is_coalesced=coalesced, check_invariants=False
+            indices,
+            values,
+            size,
+            device=values.device,
+            is_coalesced=coalesced,
+            check_invariants=False,
         )
     compressed, plain, values, size = data
     torch._validate_sparse_compressed_tensor_args(
         compressed, plain, values, size, layout, check_pinning=False
     )
     return torch.sparse_compressed_tensor(
-        compressed, plain, values, size, layout=layout, check_invariants=False
+        compressed,
+        plain,
+        values,
+        size,
+        layout=layout,
+        device=values.device,
+        check_invariants=False,
     )

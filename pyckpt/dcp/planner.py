@@ -59,6 +59,9 @@ class LoadPlanner(DefaultLoadPlanner):
     None was, a dict where a list was) gives way to what was saved. Top-level entries that the
     caller does not pass are not loaded. `report` tells of all of it.
 
+    DCP records no empty dicts, though `pyckpt.save` does. So empty dicts at the end of a list that
+    the caller passes may stay beyond its saved length.
+
     DCP saves the keys of dicts as strings. Where it creates a key, this planner makes it an int
     again if all keys that the dict has are ints, or if the dict is the ``state`` of an optimizer.
 
@@ -127,8 +130,25 @@ class LoadPlanner(DefaultLoadPlanner):
                 saved = self._saved[item.storage_index.fqn]
                 assert isinstance(saved, TensorStorageMetadata)
                 nbytes += item.lengths.numel() * saved.properties.dtype.itemsize
-        # The order in which values are read is not the same in all ways to read.
-        return replace(self._report, bytes=nbytes, replaced=sorted(self._report.replaced))
+        report = self._report
+        return replace(
+            report,
+            bytes=nbytes,
+            # The order in which values are read is not the same in all ways to read.
+            replaced=sorted(report.replaced),
+            loaded=self._of_the_program(report.loaded),
+            filled=self._of_the_program(report.filled),
+            left_out=self._of_the_program(report.left_out),
+        )
+
+    def _of_the_program(self, names: list[str]) -> list[str]:
+        """The keys without those of lists of true keys, which pyckpt saved beside some dicts."""
+        assert self.metadata is not None
+        return [
+            name
+            for name in names
+            if not name.endswith(KEYS) or path_of(self.metadata, name)[-1] != KEYS
+        ]
 
     # --- planning -----------------------------------------------------------------------------
 

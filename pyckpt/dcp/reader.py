@@ -21,7 +21,7 @@ from pyckpt.dcp.reading import Load, save_id_of
 from pyckpt.engine import Engine, default_engine
 from pyckpt.format import commit
 from pyckpt.private import ExtensionRegistry
-from pyckpt.remote.address import is_url, local_path, place_of
+from pyckpt.remote.address import place_of
 from pyckpt.remote.folder import RemoteFolder
 from pyckpt.statistics import ReadStatistics
 from pyckpt.timeline import named
@@ -41,7 +41,7 @@ class DirectReader(StorageReader):
     their code: use ``pyckpt.load`` or ``pyckpt.LoadPlanner`` if you do not trust the file.
 
     Args:
-        path: directory of the checkpoint, or its URL in an object store
+        path: directory of the checkpoint, in which ``~`` is expanded, or its URL in an object store
             (``s3://bucket/run/step-00000100``), which needs ``pip install "pyckpt[cloud]"``.
         verify: ``"items"`` checks each item that is read whole against its CRC-32. Items that are
             read in part cannot be checked; ``unverified`` lists them. ``"none"`` checks nothing.
@@ -52,7 +52,7 @@ class DirectReader(StorageReader):
             ``FileSystemReader`` gives it.
 
     Raises:
-        ValueError: ``verify`` or ``direct`` is none of the values above.
+        ValueError: ``path`` is empty, or ``verify`` or ``direct`` is none of the values above.
 
     Loading raises these, wrapped by DCP in ``CheckpointException`` (``pyckpt.load`` unwraps it):
     ``CorruptCheckpoint`` if bytes differ from those that were saved, or, before anything is loaded,
@@ -127,10 +127,10 @@ class DirectReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is a directory that can be read, or a URL."""
         try:
-            path = local_path(checkpoint_id)
+            path = place_of(checkpoint_id)
         except ValueError:
             return False
-        return is_url(path) or Path(path).is_dir()
+        return isinstance(path, str) or path.is_dir()
 
     @property
     def _leaves_items(self) -> bool:

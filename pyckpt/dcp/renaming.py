@@ -13,10 +13,27 @@ from pyckpt.errors import LoadError
 from pyckpt.format.columns import PlacesMapping
 from pyckpt.private import StorageInfo
 
-__all__ = ["Rename", "as_saved", "moved", "renamed", "stored_keys"]
+__all__ = ["Rename", "as_saved", "function_of", "moved", "renamed", "stored_keys"]
 
 Rename = Callable[[str], str]
 """Takes a key of the checkpoint, returns the key that it has in the state."""
+
+
+def function_of(rename: Rename | Mapping[str, str] | None) -> Rename | None:
+    """A function for what may also be a mapping of the keys that change.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(rename, Mapping):
+        names = dict(rename)
+        return lambda key: names.get(key, key)
+    if rename is not None and not callable(rename):
+        raise TypeError(
+            "rename must be a function of a key, or a mapping of the keys that change, not a value "
+            f"of type {type(rename).__name__}."
+        )
+    return rename
 
 
 def renamed(

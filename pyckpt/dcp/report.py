@@ -58,6 +58,8 @@ class Difference(NamedTuple):
 @dataclass(frozen=True, repr=False)
 class LoadReport:
     """The outcome of one rank's load. Keys are DCP's: the names of a path, joined by dots.
+    The lists of true keys that pyckpt saves beside some dicts count neither as loaded nor as
+    created.
 
     ``str(report)`` is a short summary; the lists are complete.
     """
@@ -117,7 +119,7 @@ class LoadReport:
             ("created", self.filled),
             ("converted to the state's dtype", self.converted),
             ("replaced by what was saved", self.replaced),
-            ("not in the checkpoint, kept as they were", self.kept),
+            ("kept as they were", self.kept),
             ("otherwise in the state than saved", self.differing),
             ("dropped in favour of what was saved", self.dropped),
             ("in the checkpoint, not in the state, left out", self.unexpected),

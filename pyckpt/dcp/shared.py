@@ -39,6 +39,8 @@ class StagedStateDict(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.staging.take_over()
+        if self.staging.given_up is not None:
+            raise self.staging.given_up
         self.staging.end_planning()  # the other process plans
         self.staging.settle()
         segments: dict[int, torch.UntypedStorage] = {}
@@ -76,7 +78,7 @@ def _in_shared_memory(
     if storage is None:
         share_fd: Any = torch.UntypedStorage
         storage = segments[descriptor] = share_fd._new_shared_fd_cpu(os.dup(descriptor), size)
-    view = torch.empty(0, dtype=value.dtype)
+    view = torch.empty(0, dtype=value.dtype, device="cpu")
     return view.set_(storage, offset // value.itemsize, value.shape, value.stride())
 
 

@@ -20,6 +20,7 @@ from pyckpt.dcp.staging import Staging
 from pyckpt.engine import Engine, default_engine
 from pyckpt.errors import StagerBusy
 from pyckpt.locks import fork_safe_lock
+from pyckpt.optim.tensors import plain_parts
 from pyckpt.optim.wrappers import changes_outside_of_step
 from pyckpt.speaking import for_all
 from pyckpt.timeline import named
@@ -52,7 +53,8 @@ class PinnedStager:
     current stream waits for these copies, and not the thread; on a CPU the call waits.
 
     A program that changes parameters by other means than ``optimizer.step()`` calls ``wait_staged``
-    first. Replaying a CUDA graph is such a means.
+    first. Replaying a CUDA graph is such a means; so is a forward pass of
+    ``nn.Embedding(max_norm=...)``. A `Checkpointer` copies the weights of such modules at the call.
 
     Args:
         optimizers: the optimizers whose parameters and state are changed in place by their steps
@@ -94,6 +96,7 @@ class PinnedStager:
         self.shared_memory = shared_memory
         self.use_async_staging = use_async_staging
         self._engine = engine
+        self._at_call: list[torch.Tensor] = []
         self._lock = fork_safe_lock()
         self._recipes = Recipes()
         self._in_flight: list[weakref.ref[Staging]] = []
@@ -198,7 +201,13 @@ class PinnedStager:
         """The memory and threads in use."""
         return default_engine() if self._engine is None else self._engine
 
-    # For DirectWriter, and for the copies of a save.
+    # For DirectWriter, for callers that know the modules, and for the copies of a save.
+
+    def copy_at_call(self, tensors: Iterable[torch.Tensor]) -> None:
+        """From the next save on, copy these tensors at the call, and whatever shares their memory,
+        even if they are parameters of the optimizers. These replace the tensors of an earlier
+        call."""
+        self._at_call = list(tensors)
 
     def begin(
         self,
@@ -226,6 +235,12 @@ class PinnedStager:
             if busy is not None:
                 wanted = bytes(len(leaves))
             return self._begin(recipe, leaves, wanted, direct=direct, busy=busy)
+
+    def release_copies(self) -> None:
+        """Give back the memory of all copies, for a caller that knows that no save is under way,
+        and that none will begin with these copies."""
+        for staging in self._under_way():
+            staging.release()
 
     def keep_failure(self, error: BaseException) -> None:
         """Have the next save raise an error; the first, if there are several."""
@@ -299,13 +314,17 @@ class PinnedStager:
         if not guarded:
             return None
         storages = _C.StorageSet()
+        at_call = set().union(*map(_storages_of, self._at_call))
         for optimizer in guarded:
             if any(group.get("capturable") for group in optimizer.param_groups):
                 guard.tell_of_graphs(
                     f"an {type(optimizer).__name__} with capturable=True is saved, whose steps may "
                     "be captured in a CUDA graph"
                 )
-            storages.add([group["params"] for group in optimizer.param_groups])
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            if at_call:
+                params = [param for param in params if at_call.isdisjoint(_storages_of(param))]
+            storages.add(params)
             # Some wrappers have no state of their own.
             storages.add(getattr(optimizer, "state", {}))
         return storages
@@ -363,6 +382,11 @@ class PinnedStager:
         # Another process has other optimizers, other memory, and nothing to stage.
         settings = self.when_busy, self.shared_memory, self.use_async_staging, self._engine
         return _stager_of, settings
+
+
+def _storages_of(tensor: torch.Tensor) -> set[int]:
+    """The addresses of a tensor's storages; of a DTensor, of the part that is here."""
+    return {part.untyped_storage()._cdata for part in plain_parts(tensor)}
 
 
 def _stager_of(

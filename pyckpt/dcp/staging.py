@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Protocol
@@ -39,9 +40,9 @@ class Staging:
     """The copies of one save.
 
     DCP does not tell the writer of a save that fails in planning, or on another rank. So the memory
-    is given back in one of three cases: the writer calls `release`; or the thread that saves the
+    is given back in one of four cases: the writer calls `release`; or the thread that saves the
     copies ends; or somebody waits for the end of a save whose state dict was dropped before any
-    thread saved it.
+    thread saved it; or somebody waits for minutes, and no thread saves it.
 
     Args:
         owner: the stager.
@@ -72,6 +73,8 @@ class Staging:
         """Done when the save has ended and the memory of the copies is given back."""
         statistics = native.statistics()
         self.bytes = statistics.bytes_staged
+        self.given_up: StagerBusy | None = None
+        """The error of a save that begins after it was given up; None if it was not."""
         self._owner = owner
         self._native = native
         self._recipe = recipe
@@ -82,6 +85,7 @@ class Staging:
         self._streams_volatile = direct and native.streamed_volatile_bytes > 0
         self._planning: CollectorPause | None = None
         self._lock = fork_safe_lock()
+        self._is_begun = False  # whether a thread has taken the copies over
         self._release_began = False
         self._wake = Latch()  # set when those who wait for the end should look again
         self._thread: threading.Thread | None = None  # the one that saves the copies
@@ -150,17 +154,47 @@ class Staging:
             self.wait_released()
 
     def wait_released(self) -> None:
-        """Wait until the save has ended. Returns at once in the thread that saves."""
-        thread = self._thread
-        if self.released or thread is threading.current_thread():
+        """Wait until the save has ended. Returns at once in the thread that saves.
+
+        If no thread begins the save for minutes, it is given up. Nobody may be about to begin it,
+        while something still holds its state dict: an exception, for example, by its traceback."""
+        if self.released or self._thread is threading.current_thread():
             return
-        # If no thread could be started to watch the one that saves, this thread looks from time to
-        # time. It may look for long: a thread of a pool saves, and does not end.
-        unwatched = self._watch is None and thread not in (None, threading.main_thread())
-        while not self._wake.wait(_LOOK_S if unwatched else None):
-            if thread is not None and not thread.is_alive():
+        since = time.monotonic()
+        while True:
+            thread = self._thread
+            # If no thread could be started to watch the one that saves, this thread looks from time
+            # to time. It may look for long: a thread of a pool saves, and does not end.
+            unwatched = self._watch is None and thread is not threading.main_thread()
+            if self._wake.wait(_LOOK_S if unwatched else None):
+                break
+            if thread is None:
+                if time.monotonic() - since >= _BEGINS_S and self.give_up():
+                    return
+            elif not thread.is_alive():
                 break
         self.release()
+
+    def give_up(self) -> bool:
+        """Give the memory back if no thread has begun the save. If one begins it later, the save
+        fails. Returns whether this gave it back."""
+        with self._lock:
+            if self._is_begun or self._release_began:
+                return False
+            self._release_began = True
+            self.given_up = StagerBusy(
+                "the save began so late that it was given up: another save, or a step, needed "
+                "its memory"
+            )
+        try:
+            with suppress(Exception):  # a program's handler of the log may raise
+                _logger.error(
+                    "a save that was staged did not begin, and is given up: another save or a step "
+                    "needs its memory, and its state dict still exists; an exception may hold it"
+                )
+        finally:
+            self._give_back()
+        return True
 
     def release_if_left(self) -> None:
         """Give the memory back if nobody else will. That is so if the copies were dropped before a
@@ -203,7 +237,10 @@ class Staging:
         both: if it saves, only the writer ends the save, and the collector does not pause.
         """
         thread = threading.current_thread()
-        if self.released or self._thread not in (None, thread):
+        with self._lock:
+            is_ours = not self._release_began and self._thread in (None, thread)
+            self._is_begun = self._is_begun or is_ours
+        if not is_ours:
             # The save failed before it wrote, or the parent process made these copies.
             self.release()
             return False
@@ -247,6 +284,9 @@ class Staging:
             if self._release_began:
                 return
             self._release_began = True
+        self._give_back()
+
+    def _give_back(self) -> None:
         try:
             self.end_planning()
             self._native.release()
@@ -266,6 +306,8 @@ class Staging:
 
 
 _LOOK_S = 0.1
+# DCP may start a process before it begins a save, and that process imports torch.
+_BEGINS_S = 300.0
 
 
 class _Watch:

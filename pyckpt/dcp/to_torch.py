@@ -14,6 +14,7 @@ import torch
 from pyckpt.dcp.load import load_all
 from pyckpt.dcp.objects import Allowed
 from pyckpt.engine import Engine
+from pyckpt.remote.address import local_place_of
 
 __all__ = ["to_torch", "write_torch"]
 
@@ -40,9 +41,11 @@ def to_torch(
 
     Raises:
         OSError: a file cannot be read or written.
+        ValueError: ``file`` is a URL or empty.
         PyckptError: as `pyckpt.load`.
     """
-    write_torch(load_all(path, allow=allow, direct=direct, engine=engine), Path(file))
+    target = local_place_of(file)
+    write_torch(load_all(path, allow=allow, direct=direct, engine=engine), target)
 
 
 def write_torch(state: Any, target: Path, *, like: Path | None = None) -> None:

@@ -46,7 +46,7 @@ from pyckpt.dcp.store import Store
 from pyckpt.dcp.writing import PlannedItems, WriteProgress
 from pyckpt.engine import Engine, abandoned
 from pyckpt.format import commit
-from pyckpt.remote.address import is_url, local_path, open_store
+from pyckpt.remote.address import open_store, place_of
 from pyckpt.speaking import for_all
 from pyckpt.statistics import WriteStatistics
 from pyckpt.timeline import named
@@ -69,10 +69,11 @@ class DirectWriter(StorageWriter):
     committed. Each rank writes one file; all bytes are checksummed.
 
     Args:
-        path: directory of the checkpoint. A save makes it, and the directories above it, if they
-            are missing. Or a URL of an object store (``s3://bucket/run/step-100``; needs ``pip
-            install "pyckpt[cloud]"``): the bytes go there as they are, with no file in between. May
-            be left out if ``checkpoint_id`` is given to ``dcp.save``.
+        path: directory of the checkpoint; ``~`` is expanded. A save makes it, and the directories
+            above it, if they are missing. Or a URL of an object store
+            (``s3://bucket/run/step-100``; needs ``pip install "pyckpt[cloud]"``): the bytes go
+            there as they are, with no file in between. May be left out if ``checkpoint_id`` is
+            given to ``dcp.save``.
         overwrite: whether a save may replace a checkpoint that is in the directory. If not, such a
             save raises ``FileExistsError``.
         sync_files: whether a save ends only when everything is durable (fsync). If not, a power
@@ -86,8 +87,8 @@ class DirectWriter(StorageWriter):
         engine: the memory and threads to use; by default the engine that all writers share.
 
     Raises:
-        ValueError: ``path`` is a URL that names no object store, or ``direct`` is none of the
-            three.
+        ValueError: ``path`` is empty, or a URL that names no object store, or ``direct`` is none of
+            the three.
         ImportError: ``path`` is a URL, and obstore is not installed.
 
     Of saves into one address of a store that overlap, the first that commits counts, and the others
@@ -190,12 +191,12 @@ class DirectWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this could be a directory to write to, or an address in a store."""
         try:
-            path = local_path(checkpoint_id)
+            path = place_of(checkpoint_id)
         except ValueError:
             return False
-        if is_url(path):
+        if isinstance(path, str):
             return True
-        return any(parent.exists() and os.access(parent, os.W_OK) for parent in Path(path).parents)
+        return any(parent.exists() and os.access(parent, os.W_OK) for parent in path.parents)
 
     # The calls that stage an asynchronous save: DCP uses a writer that has these methods as the
     # AsyncStager.
@@ -221,11 +222,27 @@ class DirectWriter(StorageWriter):
         # then has the same number on all ranks.
         self._number += 1
         self._is_counted = True
+        self.staged = Future()
+        self.written = Future()
+        left, self._staging = self._staging, None
+        if left is not None:
+            left.give_up()  # a writer makes one save at a time, so no thread will begin that one
+        try:
+            staging, copies = self._begin_staging(state_dict)
+        except BaseException:
+            self.staged.cancel()
+            self.written.cancel()
+            raise
+        self._staging = staging
+        staging.staged.add_done_callback(partial(_pass_on, self.staged))
+        # If the file is not written by then, the save failed, or another process makes it.
+        staging.ended.add_done_callback(partial(_cancel, self.written))
+        return StagedStateDict(copies, staging)
+
+    def _begin_staging(self, state_dict: dict[str, Any]) -> tuple[Staging, dict[str, Any]]:
         stager = default_stager(self._engine) if self._stager is None else self._stager
         if not _has_company():
             stager.raise_failure()
-        self.staged = Future()
-        self.written = Future()
         prove = None if self._frozen is None else self._frozen.prove
         staging, copies = stager.begin(state_dict, direct=True, prove=prove)
         if not _has_company():
@@ -234,11 +251,7 @@ class DirectWriter(StorageWriter):
             except BaseException:
                 staging.release()
                 raise
-        self._staging = staging
-        staging.staged.add_done_callback(partial(_pass_on, self.staged))
-        # If the file is not written by then, the save failed, or another process makes it.
-        staging.ended.add_done_callback(partial(_cancel, self.written))
-        return StagedStateDict(copies, staging)
+        return staging, copies
 
     def synchronize_staging(self) -> None:
         """Wait for the save if it reads some tensors in place, because the engine's memory has no
@@ -261,10 +274,14 @@ class DirectWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         self._take_over()
+        staging = self._staging
+        if staging is not None and staging.given_up is not None:
+            self._staging = None
+            raise staging.given_up
         # A planner sees the tensors before this writer does, and may read them. The planners that
         # pyckpt knows do not.
-        if self._staging is not None and not planner_is_known(self):
-            self._staging.settle()
+        if staging is not None and not planner_is_known(self):
+            staging.settle()
         # A string: paths pickle under a name that differs between versions of Python.
         return StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
 
@@ -283,7 +300,10 @@ class DirectWriter(StorageWriter):
 
     def _take_over(self) -> None:
         """Called in the first calls of the thread that saves."""
-        if self._staging is not None and not self._staging.take_over():
+        staging = self._staging
+        # If it was given up, the save fails in `storage_meta`, which DCP calls where all ranks
+        # learn of errors.
+        if staging is not None and not staging.take_over() and staging.given_up is None:
             self._staging = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -548,12 +568,11 @@ def _place(path: str | os.PathLike[str]) -> Path | str:
     """A directory, or the URL of an object store.
 
     Raises:
-        ImportError, ValueError: see `open_store`.
+        ImportError, ValueError: see `open_store` and `place_of`.
     """
-    path = local_path(path)
-    if is_url(path):
-        url = os.fspath(path).rstrip("/")
-        open_store(url)  # which refuses what is no address of one
-        return url
+    path = place_of(path)
+    if isinstance(path, str):
+        open_store(path)  # which refuses what is no address of one
+        return path
     # Absolute, so that a change of the working directory during a background save does no harm.
     return Path(os.path.abspath(path))

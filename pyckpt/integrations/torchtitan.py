@@ -60,6 +60,7 @@ from pyckpt.dcp.stager import PinnedStager  # noqa: E402
 from pyckpt.dcp.writer import DirectWriter  # noqa: E402
 from pyckpt.errors import SaveError  # noqa: E402
 from pyckpt.train.prewarmer import Prewarmer  # noqa: E402
+from pyckpt.train.state.forwards import written_in_forward  # noqa: E402
 from pyckpt.train.store.removal import remove  # noqa: E402
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ class CheckpointManager(Base):
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
             )
             return saved
+        self.stager.copy_at_call(written_in_forward(self.states[MODEL].model))
         writer = self._writer = DirectWriter(checkpoint_id, stager=self.stager)
         if async_mode == AsyncMode.DISABLED:
             with _catchable(writer):

@@ -20,7 +20,15 @@ _CHECK = (
     "and try again"
 )
 
-__all__ = ["is_url", "local_path", "open_store", "place_of", "telling"]
+__all__ = [
+    "is_url",
+    "local_path",
+    "local_place_of",
+    "open_store",
+    "place_of",
+    "telling",
+    "with_home",
+]
 
 _STATUS = re.compile(r"status code: (\d{3}) ([A-Z][A-Za-z ]+)")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]+)</Code>")
@@ -44,10 +52,48 @@ def local_path(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     return "/" + unquote(rest)
 
 
+def with_home(path: str) -> str:
+    """A path in which a leading ``~`` is the home directory.
+
+    Raises:
+        ValueError: there is no such home directory.
+    """
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise ValueError(
+            f"{path!r}: there is no such home directory; for a directory of that name write "
+            f"{os.path.join('.', path)!r}"
+        )
+    return expanded
+
+
 def place_of(path: str | os.PathLike[str]) -> Path | str:
-    """A path of a file system, or the URL of a store without a slash at its end."""
+    """A path of a file system, in which ``~`` is the home directory, or the URL of a store without
+    a slash at its end.
+
+    Raises:
+        ValueError: it is empty, or there is no such home directory.
+    """
     path = local_path(path)
-    return os.fspath(path).rstrip("/") if is_url(path) else Path(path)
+    if is_url(path):
+        return os.fspath(path).rstrip("/")
+    if not os.fspath(path):
+        raise ValueError("the path is empty; for the working directory write '.'")
+    place = Path(with_home(os.fspath(path)))
+    # './~a' names what is here, and `Path` leaves out the dot: the result may be passed here again.
+    return place.absolute() if place.parts[:1] and place.parts[0].startswith("~") else place
+
+
+def local_place_of(path: str | os.PathLike[str]) -> Path:
+    """As `place_of`, for what only a file system can have.
+
+    Raises:
+        ValueError: it is empty, or a URL, or there is no such home directory.
+    """
+    place = place_of(path)
+    if isinstance(place, str):
+        raise ValueError(f"{place!r} is a URL; this takes a path of a file system")
+    return place
 
 
 @lru_cache(maxsize=64)

@@ -284,7 +284,7 @@ class RemoteJob:
         with self._lock:
             if one.memory is None:
                 one.missing = one.end - one.begin
-                one.memory = torch.empty(one.missing, dtype=torch.uint8)
+                one.memory = torch.empty(one.missing, dtype=torch.uint8, device="cpu")
             memory = one.memory
         _copy(chunk, begin, memory[at : at + count])
         with self._lock:

@@ -130,7 +130,7 @@ class _Stream:
 
     def __init__(self, source: TensorSource, tensors: list[ModelTensor]) -> None:
         self._pieces = source.read(tensors)
-        self._piece = torch.empty(0)
+        self._piece = torch.empty(0, device="cpu")
 
     def ready(self, key: str) -> int:
         """How many elements of a tensor can be taken; at least one."""

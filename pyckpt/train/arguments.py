@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 import os
 import re
 from collections.abc import Mapping
 from datetime import timedelta
+from numbers import Real
 from pathlib import Path
 from typing import Any
+
+from pyckpt.remote.address import with_home
 
 __all__ = [
     "directory_of",
@@ -17,9 +21,12 @@ __all__ = [
     "mirror_limits_of",
     "state_of",
     "step_of",
+    "tell_of_no_mirror",
     "timeout_of",
     "whole",
 ]
+
+_logger = logging.getLogger("pyckpt")
 
 # One letter and a colon is a file's name. `Path` makes one slash of two.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -83,6 +90,12 @@ def metrics_of(metrics: Any) -> Mapping[str, Any]:
             raise TypeError(f"names of metrics must be strings, not {_kind(name)}: {name!r}.")
         if not (hasattr(value, "__float__") or hasattr(value, "__index__")):
             raise TypeError(f"the metric {name!r} must be a number, not {_kind(value)}.")
+        shape = getattr(value, "shape", ())
+        if isinstance(shape, tuple) and math.prod(shape) != 1:
+            raise TypeError(
+                f"the metric {name!r} must be one number, not {math.prod(shape)}; its shape is "
+                f"{tuple(shape)}."
+            )
     return metrics
 
 
@@ -90,10 +103,20 @@ def timeout_of(timeout: float | timedelta | None) -> timedelta | None:
     """A time to wait, given in seconds or as a timedelta.
 
     Raises:
-        ValueError: it is not positive.
+        TypeError: it is neither.
+        ValueError: it is not positive, or has no end.
     """
     if timeout is not None and not isinstance(timeout, timedelta):
-        timeout = timedelta(seconds=timeout)
+        if not isinstance(timeout, Real) or isinstance(timeout, bool):
+            raise TypeError(
+                f"timeout must be a number of seconds or a timedelta, not {_kind(timeout)}."
+            )
+        try:
+            timeout = timedelta(seconds=float(timeout))
+        except (OverflowError, ValueError):
+            raise ValueError(
+                f"{timeout = } must be a time that ends; write 86400 for a day."
+            ) from None
     if timeout is not None and timeout <= timedelta(0):
         raise ValueError(f"{timeout = !s} must be more than 0 seconds, or None.")
     return timeout
@@ -117,6 +140,20 @@ def mirror_limits_of(
     )
 
 
+def tell_of_no_mirror(
+    *, mirror_keep_last: int | None, mirror_every: int, mirror_max_mbps: float | None
+) -> None:
+    """Log which arguments for a mirror were passed, since there is none."""
+    passed = {
+        "mirror_keep_last": mirror_keep_last is not None,
+        "mirror_every": mirror_every != 1,
+        "mirror_max_mbps": mirror_max_mbps is not None,
+    }
+    names = ", ".join(name for name in passed if passed[name])
+    if names:
+        _logger.warning("without mirror=, nothing comes of %s", names)
+
+
 def directory_of(path: str | os.PathLike[str]) -> Path:
     """The absolute path of a directory, which does not depend on later changes of the working
     directory. ``~`` is the home directory.
@@ -135,13 +172,7 @@ def directory_of(path: str | os.PathLike[str]) -> Path:
             f"{name!r} is a URL, and a Checkpointer saves to file systems; save to a local "
             "directory, and pass the URL as mirror=, a string"
         )
-    expanded = os.path.expanduser(name)
-    if expanded.startswith("~"):
-        raise ValueError(
-            f"{name!r}: there is no such home directory; for a directory of that name write "
-            f"{os.path.join('.', name)!r}"
-        )
-    return Path(os.path.abspath(expanded))
+    return Path(os.path.abspath(with_home(name)))
 
 
 def _kind(value: Any) -> str:

@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from pyckpt.train.arguments import (
     mirror_limits_of,
     state_of,
     step_of,
+    tell_of_no_mirror,
     timeout_of,
     whole,
 )
@@ -261,6 +262,7 @@ class Checkpointer(Finder):
                 busy=self._saver.writing,
                 distrusted=self._restorer.distrusted,
                 on_removed=self._announcer.pruned,
+                on_newer=lambda step, newer: self._tell_of_earlier_run(step, self.directory, newer),
                 settles=nodes.commits is not None,
             )
             is_first = self._ranks.rank == 0
@@ -278,6 +280,9 @@ class Checkpointer(Finder):
                     members=nodes.members,
                     token=f"{self._ranks.largest(secrets.randbits(62)):016x}",
                     speaks=self._ranks.is_first_to_say,
+                    on_newer=lambda step, newer: self._tell_of_earlier_run(
+                        step, self._mirror, newer
+                    ),
                 )
             self._requests = Requests(self._signals, policy.due_after if is_first else None)
             self._agreement: Agreement = (
@@ -302,9 +307,16 @@ class Checkpointer(Finder):
             on_skip=lambda step, busy: self._announcer.skipped(
                 step, self._catalog.path(step), busy
             ),
+            on_begin=self._begin_anew,
         )
         if is_first:
             retention.tell_of_contradiction()
+            if mirror is None:
+                tell_of_no_mirror(
+                    mirror_keep_last=mirror_keep_last,
+                    mirror_every=mirror_every,
+                    mirror_max_mbps=mirror_max_mbps,
+                )
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else self._saver.state
@@ -467,7 +479,7 @@ class Checkpointer(Finder):
         keep: Sequence[str] = (),
         unexpected: Literal["error", "ignore"] = "error",
         mismatched: Literal["error", "keep"] = "error",
-        rename: Rename | None = None,
+        rename: Rename | Mapping[str, str] | None = None,
         allow: Sequence[Allowed] = (),
         share_reads: bool | None = None,
     ) -> int | None:
@@ -496,8 +508,8 @@ class Checkpointer(Finder):
             mismatched: what to do about parameters and buffers that have another shape in the
                 checkpoint: raise a `LoadError`, or "keep" them and their optimizer state.
             rename: called with each key of the checkpoint (``"model.head.weight"``), returns the
-                key that it has in the state, which may be the same. A new name of a module's
-                parameter also applies to its optimizer state.
+                key that it has in the state, which may be the same. Or a mapping of the keys that
+                change. A new name of a module's parameter also applies to its optimizer state.
             allow: classes and functions that objects in the checkpoint may use, as for
                 `pyckpt.load`.
             share_reads: whether ranks that want the same bytes read them once, as for
@@ -544,13 +556,27 @@ class Checkpointer(Finder):
         """Training begins at a step whose state is from elsewhere, not restored by this object.
         Newer checkpoints belong to a branch that it leaves: until they are saved again they do not
         count for what is kept, and this names them."""
-        newer = self._newer_than(step, tells=self._ranks.rank == 0)
+        newer = self._newer_than(step)
+        if self._ranks.rank == 0:
+            self._tell_newer(step, self.directory, newer)
         self._schedule.go_back(step)
         if self._promotion is not None:
             self._promotion.restored(step)
         if self._leads:
             self._pruner.restored(step)
         return newer
+
+    def _begin_anew(self, step: int) -> None:
+        """This object has restored nothing, and this step is the first that it saves."""
+        if self._promotion is not None:
+            self._promotion.begins(step)
+        if self._leads:
+            self._pruner.begins(step)
+
+    def _tell_of_earlier_run(self, step: int, place: object, newer: Collection[int]) -> None:
+        if self._ranks.rank == 0:
+            # The first step that is saved need not be the first of training.
+            self._tell_newer(f"{step} or before", place, newer)
 
     @property
     def load_report(self) -> LoadReport | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -89,18 +89,26 @@ class Finder:
         """
         return self._catalog.newest()
 
-    def _newer_than(self, step: int, *, tells: bool) -> list[int]:
-        """The steps of newer checkpoints; the log names them if this rank ``tells``."""
-        newer = [one.step for one in self.checkpoints() if one.step > step]
-        if newer and tells:
+    def _newer_than(self, step: int) -> list[int]:
+        """The steps of newer checkpoints."""
+        return [one.step for one in self.checkpoints() if one.step > step]
+
+    def _tell_newer(self, begun: int | str, place: object, newer: Collection[int]) -> None:
+        """Warn of newer checkpoints than those of training, if there are any.
+
+        Args:
+            begun: the step at which training begins.
+            place: where they are.
+            newer: their steps.
+        """
+        if newer:
             _logger.warning(
-                "training begins at step %d, and %s has newer checkpoints of an earlier run, "
+                "training begins at step %s, and %s has newer checkpoints of an earlier run, "
                 "which the next restore will find first, unless they are moved away: steps %s",
-                step,
-                self.directory,
-                some(newer, 5),
+                begun,
+                place,
+                some(sorted(newer), 5),
             )
-        return newer
 
     def export(
         self,

@@ -29,11 +29,11 @@ class Policy:
             whole("every_steps", self.every_steps, least=1)
         if self.every_minutes is not None:
             if not isinstance(self.every_minutes, Real) or isinstance(self.every_minutes, bool):
-                raise TypeError(f"{self.every_minutes = } must be a number.")
+                raise TypeError(f"every_minutes = {self.every_minutes!r} must be a number.")
             if not self.every_minutes > 0:
-                raise ValueError(f"{self.every_minutes = } must be positive.")
+                raise ValueError(f"every_minutes = {self.every_minutes!r} must be positive.")
         if self.save_when is not None and not callable(self.save_when):
-            raise TypeError(f"{self.save_when = } must be a function of a step.")
+            raise TypeError(f"save_when = {self.save_when!r} must be a function of a step.")
 
     @property
     def ever_due(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from pyckpt.activity import Activity, activity
 from pyckpt.dcp.objects import Allowed
 from pyckpt.dcp.reader import DirectReader
-from pyckpt.dcp.renaming import Rename, stored_keys
+from pyckpt.dcp.renaming import Rename, function_of, stored_keys
 from pyckpt.dcp.report import LoadReport, some
 from pyckpt.dcp.together import gather, together
 from pyckpt.engine import Engine
@@ -51,6 +51,7 @@ class LoadOptions:
     """How to load, as for ``AppState.load``.
 
     Raises:
+        TypeError: ``rename`` is neither a function nor a mapping.
         ValueError: an option has an unknown value.
     """
 
@@ -58,17 +59,23 @@ class LoadOptions:
     keep: Sequence[str] = ()
     unexpected: Literal["error", "ignore"] = "error"
     mismatched: Literal["error", "keep"] = "error"
-    rename: Rename | None = None
+    rename: Rename | Mapping[str, str] | None = None
     allow: Sequence[Allowed] = ()
     share_reads: bool | None = None
 
+    @property
+    def renames(self) -> Rename | None:
+        """``rename`` as a function."""
+        return function_of(self.rename)
+
     def __post_init__(self) -> None:
         if self.missing not in ("error", "keep"):
-            raise ValueError(f"{self.missing = } must be 'error' or 'keep'.")
+            raise ValueError(f"missing = {self.missing!r} must be 'error' or 'keep'.")
         if self.unexpected not in ("error", "ignore"):
-            raise ValueError(f"{self.unexpected = } must be 'error' or 'ignore'.")
+            raise ValueError(f"unexpected = {self.unexpected!r} must be 'error' or 'ignore'.")
         if self.mismatched not in ("error", "keep"):
-            raise ValueError(f"{self.mismatched = } must be 'error' or 'keep'.")
+            raise ValueError(f"mismatched = {self.mismatched!r} must be 'error' or 'keep'.")
+        function_of(self.rename)
 
 
 class Restorer:
@@ -236,13 +243,7 @@ class Restorer:
             numbers = self._ranks.numbers(number)
             lowest, highest = min(numbers), max(numbers)
             if exactly is not None and lowest != exactly:
-                entry = self._catalog.examine(exactly)
-                where = "" if number != exactly else " on other ranks"
-                raise FileNotFoundError(
-                    2,
-                    f"no valid checkpoint{where} ({entry.state}: {entry.reason})",
-                    str(entry.path),
-                )
+                raise self._none_of(exactly, seen=number == exactly)
             if lowest == highest:
                 if mine is None or (mine := self._agree_on_save(mine)) is not None:
                     return mine
@@ -265,6 +266,19 @@ class Restorer:
                 self._catalog.path(highest),
             )
             limit = lowest
+
+    def _none_of(self, step: int, *, seen: bool) -> FileNotFoundError:
+        """The error for a step that has no checkpoint, or none that all ranks see."""
+        entry = self._catalog.examine(step)
+        where = " on other ranks" if seen else ""
+        why = f" ({entry.state}: {entry.reason})"
+        if not seen and self._mirror is None and not entry.path.exists():
+            steps: list[int] = []
+            with suppress(OSError):
+                steps = sorted(self._catalog.steps(), key=lambda other: abs(other - step))
+            near = some([*sorted(steps[:5]), *steps[5:]], 5)
+            why = f"; there are steps {near}" if steps else ", nor one of another step"
+        return FileNotFoundError(2, f"no valid checkpoint{where}{why}", str(entry.path))
 
     def _agree_on_save(self, mine: CheckpointInfo) -> CheckpointInfo | None:
         """The checkpoint of a step that all ranks see somewhere, if the directory of some and the
@@ -391,7 +405,7 @@ class Restorer:
             keep=options.keep,
             unexpected=options.unexpected,
             mismatched=options.mismatched,
-            rename=options.rename,
+            rename=options.renames,
             allow=options.allow,
             # Nodes fetch from each other what they lack, each once.
             share_reads=options.share_reads if self._nodes is None else False,

@@ -56,8 +56,8 @@ def save(
         state: objects by name. An object with ``state_dict`` and ``load_state_dict`` methods is
             asked for its state. All else is saved as it is: tensors, numbers, strings, None, numpy
             arrays, and dicts, lists, tuples and sets of these.
-        path: the checkpoint's directory. It is made if it is missing, as are those above it. Or its
-            URL in an object store, as for `DirectWriter`.
+        path: the checkpoint's directory; ``~`` is expanded. It is made if it is missing, as are
+            those above it. Or its URL in an object store, as for `DirectWriter`.
         overwrite: whether a checkpoint in the directory is replaced. The old one can be loaded
             until the new one is complete.
         sync_files: wait until all bytes are durable (fsync). If this is False, a power failure may
@@ -77,8 +77,8 @@ def save(
             stays as it was.
         OSError: a file cannot be written. No checkpoint was replaced.
         TypeError: ``state`` is no dict, or has a value that `pyckpt.load` could not load.
-        ValueError: an argument is out of range, or ``path`` is a URL that names no
-            object store.
+        ValueError: an argument is out of range, or ``path`` is empty, or a URL that names no object
+            store.
         SaveError: the ranks failed in different ways, or by an error that is none of these. The
             errors of the ranks are chained.
     """

@@ -225,7 +225,12 @@ class Saver:
 
         def fail() -> None:
             if turn.acquire(blocking=False):
-                self._save(handle, done, {}, self._writer(handle, failure=failure))
+                try:
+                    # No thread will save what was staged. Its state dict may live on: an exception
+                    # holds the call that made it.
+                    self._stager.release_copies()
+                finally:
+                    self._save(handle, done, {}, self._writer(handle, failure=failure))
 
         try:
             self._in_thread(fail)
@@ -262,14 +267,15 @@ class Saver:
         objects = AppState(state, process_group=self._ranks.work)
         tree = objects.state_dict()
         # Only these optimizers change their parameters and state, so those are copied during
-        # training.
+        # training. What forward passes change as well is copied at the call.
         if objects.optimizers != self._stager.optimizers:
             self._stager.close()
             self._stager = PinnedStager(optimizers=objects.optimizers, engine=self._engine)
+        self._stager.copy_at_call(objects.written_in_forward)
         if self._frozen is not None:
             self._frozen_save = self._frozen.begin(tree, objects.parameters)
         if self._ranks.rank == 0:
-            numbers = {name: float(value) for name, value in metrics.items()}
+            numbers = {name: _number(name, value) for name, value in metrics.items()}
             self._metrics = numbers
             tree[NOTE_KEY] = note(step, final=final, metrics=numbers)
         return tree
@@ -435,3 +441,11 @@ class Saver:
         failure = SaveError(f"{doing} failed: {said(error)}")
         failure.__cause__ = error
         return failure
+
+
+def _number(name: str, metric: Any) -> float:
+    try:
+        # Arrays of one number that have dimensions are no numbers to numpy.
+        return float(metric.item() if hasattr(metric, "item") else metric)
+    except Exception as error:
+        raise TypeError(f"the metric {name!r} cannot be read as a number: {error}") from error

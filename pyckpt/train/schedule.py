@@ -31,6 +31,9 @@ class Schedule:
         best_by: the metric by which the best checkpoints are kept, if any.
         saver, requests, agreement, ranks, stopwatch: of the Checkpointer.
         on_skip: called with the step of a save that is left out, and that of the one under way.
+        on_begin: called with the step of the first save, before it starts, unless `go_back` was
+            called before: training may have begun from nothing, beside checkpoints of an earlier
+            run.
 
     Attributes:
         stop_requested: whether training is asked to stop, and the state was saved for it.
@@ -51,6 +54,7 @@ class Schedule:
         ranks: Ranks,
         stopwatch: Stopwatch,
         on_skip: Callable[[int, int], None],
+        on_begin: Callable[[int], None],
     ) -> None:
         self._policy = policy
         self._when_busy = when_busy
@@ -63,6 +67,8 @@ class Schedule:
         self._ranks = ranks
         self._stopwatch = stopwatch
         self._on_skip = on_skip
+        self._on_begin = on_begin
+        self._has_begun = False  # whether it is known where training begins
         self._step: int | None = None  # the step of the last call of `step`
         self._saved: SaveHandle | None = None  # the last save since the last restore
         self._calls = 0  # how often `step` was called
@@ -142,6 +148,7 @@ class Schedule:
 
     def go_back(self, step: int) -> None:
         """The state of a step was restored."""
+        self._has_begun = True
         if self._step is not None:
             self._step = min(self._step, step)
         self._saved = None  # its state was replaced
@@ -165,6 +172,9 @@ class Schedule:
         best_by = self._best_by
         if best_by is not None and best_by not in metrics and self._ranks.rank == 0:
             _logger.warning("step %d has no metric %r, and is not among the best", step, best_by)
+        if not self._has_begun:
+            self._has_begun = True
+            self._on_begin(step)
         self._requests.saving()
         self._owed, self._last = False, None
         self._saved = self._saver.start(

@@ -187,6 +187,14 @@ def test_plain_list_takes_the_length_it_had(tmp_path: Path, local: Any) -> None:
         assert state["l"] is mine
 
 
+def test_empty_dicts_at_the_end_of_a_list_stay(tmp_path: Path) -> None:
+    """DCP does not say whether they were saved: these states of layers were."""
+    layers = [{"w": torch.zeros(3)}, {}]
+    round_trip({"l": [{"w": ONES}, {}]}, {"l": layers}, tmp_path)
+    assert len(layers) == 2
+    assert torch.equal(layers[0]["w"], ONES)
+
+
 def test_lists_of_tensors(tmp_path: Path) -> None:
     kept = torch.zeros(3)
     state: dict[str, Any] = {"l": [kept], "m": [[torch.zeros(1)], []]}
@@ -681,6 +689,7 @@ def test_report_reads_well() -> None:
         filled=["m.b"],
         converted=[Conversion("w", torch.float32, torch.bfloat16)],
         replaced=[Replacement("x", "int", "tensor")],
+        kept=["k"],
         left_out=["c", "d", "e", "f"],
         bytes=3_000_000_000,
         seconds=2.0,
@@ -691,9 +700,30 @@ def test_report_reads_well() -> None:
         "  1 created: m.b",
         "  1 converted to the state's dtype: w (float32 -> bfloat16)",
         "  1 replaced by what was saved: x (int -> tensor)",
+        "  1 kept as they were: k",
         "  4 in the checkpoint, not asked for: c, d, e and 1 more",
     ]
     assert str(LoadReport(loaded=["a"])) == "loaded 1 key, 0 bytes in 0 s (0.00 GB/s)"
+
+
+@pytest.mark.parametrize("into", [None, {}, {3: torch.zeros(2), (1, 2): torch.zeros(3)}])
+def test_report_has_the_programs_keys_alone(tmp_path: Path, into: Any) -> None:
+    """Beside dicts whose keys are no strings, a list of the true ones is saved."""
+    saved = {"d": {3: torch.ones(2), (1, 2): ONES}, "e": {7: ONES}}
+    pyckpt.save(saved, tmp_path, overwrite=True)
+    assert "d.pyckpt.keys" in FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    state = {"d": into}
+    report = pyckpt.load(state, tmp_path)
+    assert state["d"].keys() == saved["d"].keys()
+    assert sorted([*report.loaded, *report.filled]) == ["d.(1, 2)", "d.3"]
+    assert report.left_out == ["e.7"]
+    assert report.summary.startswith("loaded 2 keys")
+
+
+def test_report_has_a_programs_key_of_that_name(tmp_path: Path) -> None:
+    state = {"pyckpt": {"keys": 1}, "own.pyckpt.keys": 2}
+    report = round_trip(state, {"pyckpt": {"keys": 0}, "own.pyckpt.keys": 0}, tmp_path)
+    assert sorted(report.loaded) == ["own.pyckpt.keys", "pyckpt.keys"]
 
 
 def test_report_takes_the_readers_word(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -28,7 +29,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, WriteItem
 
 import pyckpt
+from pyckpt.dcp import filling
+from pyckpt.dcp.checking import Check
 from pyckpt.errors import EngineClosed, LoadError
+from pyckpt.format.item import Payload
+from pyckpt.private import StorageInfo
 
 MIB = 1 << 20
 # More of it than tests/conftest.py's profile, if there is one, would ask for.
@@ -1027,6 +1032,64 @@ def test_tensors_that_count_no_changes(tmp_path: Path) -> None:
     load({"w": w}, tmp_path)
     pyckpt.load({"w": w}, tmp_path)
     assert w.tolist() == [1, 1, 1]
+
+
+def own_memory(count: int, apart: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tensors that overlap in memory of the program's own, in what torch takes for two
+    storages."""
+    memory = bytearray(4 * (count + apart))
+    a = torch.frombuffer(memory, dtype=torch.float32, count=count)
+    b = torch.frombuffer(memory, dtype=torch.float32, offset=4 * apart)
+    assert a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
+    return a, b
+
+
+def test_two_keys_of_one_memory_in_two_storages(tmp_path: Path) -> None:
+    count = 1 << 19
+    saved = {"a": torch.full((count,), 1.0), "b": torch.full((count,), 2.0)}
+    save(saved, tmp_path)
+    a, b = own_memory(count, 16)
+    reader = load({"a": a, "b": b}, tmp_path)
+    assert len(reader._loads[0].jobs) == 2, "both were under way at once"
+    assert torch.equal(b, saved["b"])
+    assert torch.equal(a[:16], saved["a"][:16])
+
+
+class CountedJob:
+    """Notes which tensors it would read."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def add_tensors(self, files: Any, offsets: Any, tensors: list[torch.Tensor]) -> list[int]:
+        self.tensors += tensors
+        return [-1] * len(tensors)
+
+    def run(self) -> list[int]:
+        return []
+
+
+class CountedFolder:
+    def job(self, *, checksum: bool) -> CountedJob:
+        return CountedJob()
+
+    def add(self, job: CountedJob, name: str) -> int:
+        return 0
+
+
+def test_two_keys_of_one_memory_beside_many_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job ends where it has too many files, between noting a destination and reading it."""
+    monkeypatch.setattr(filling, "FILES_MAX", 2)
+    reads = filling.FileReads(CountedFolder(), checksum=False)  # type: ignore[arg-type]
+    a, b = own_memory(100, 16)
+    targets = {"x": torch.zeros(100), "y": torch.zeros(100), "a": a, "b": b}
+    payload = Payload(0, 400, torch.float32, (100,), (1,), None)
+    for key, target in targets.items():
+        info = StorageInfo(f"file of {key}", 0, 400)
+        item: Any = SimpleNamespace(dest_index=MetadataIndex(key), storage_offsets=(0,))
+        reads.add_tensor(item, Check(key, info, payload, []), target)
+    reads.flush()
+    assert [len(job.tensors) for job in reads.jobs] == [2, 1, 1]  # type: ignore[attr-defined]
 
 
 def test_files_are_closed_when_the_load_is_over(tmp_path: Path) -> None:

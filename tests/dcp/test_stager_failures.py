@@ -6,6 +6,7 @@ import errno
 import gc
 import itertools
 import logging
+import pickle
 import threading
 import weakref
 from concurrent.futures import CancelledError
@@ -21,6 +22,7 @@ from _staging import RING, check_saved, engine, frozen, outcome, overwrite, writ
 from torch.distributed.checkpoint import FileSystemWriter
 
 import pyckpt
+from pyckpt.dcp import staging as staging_module
 from pyckpt.dcp.default_stager import default_stager
 from pyckpt.dcp.staging import Staging
 from pyckpt.errors import EngineClosed, StagerBusy
@@ -34,8 +36,10 @@ class Gated(pyckpt.DirectWriter):
     def __init__(self, path: Path, **options: Any) -> None:
         super().__init__(path, sync_files=False, **options)
         self.gate = threading.Event()
+        self.reached = threading.Event()
 
     def prepare_local_plan(self, plan: Any) -> Any:
+        self.reached.set()
         assert self.gate.wait(60)
         return super().prepare_local_plan(plan)
 
@@ -385,6 +389,92 @@ def test_a_save_that_no_thread_ever_made(tmp_path: Path, tight: pyckpt.Engine) -
     writer = writer_to(tmp_path / "next", stager=stager, engine=tight)
     dcp.async_save(state, storage_writer=writer).result()
     check_saved(state, tmp_path / "next")
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves that have not begun are given up as soon as somebody waits for them."""
+    monkeypatch.setattr(staging_module, "_LOOK_S", 0.001)
+    monkeypatch.setattr(staging_module, "_BEGINS_S", 0.0)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("waits", ["save", "step"])
+def test_a_save_that_does_not_begin_is_given_up(
+    tmp_path: Path, tight: pyckpt.Engine, waits: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DCP found no thread, say, and the program still has the exception, which holds the call."""
+    state = {"t": torch.rand(700_000 if waits == "save" else 1_300_000)}
+    stager = pyckpt.PinnedStager(
+        engine=tight, optimizers=[torch.optim.SGD([torch.nn.Parameter(state["t"])])]
+    )
+    lost = writer_to(tmp_path / "lost", stager=stager, engine=tight)
+    staged = lost.stage(state)
+    writer = writer_to(tmp_path / "next", stager=stager, engine=tight)
+    if waits == "save":
+        dcp.async_save(state, storage_writer=writer).result()
+        check_saved(state, tmp_path / "next")
+    else:
+        stager.wait_staged()
+    assert staged.staging.released
+    assert lost.written.cancelled()
+    assert tight.native.arena_used_bytes == 0
+    assert "did not begin" in caplog.text
+    # It begins after all. Its memory may hold another save by now.
+    error = outcome(lambda: dcp.save(staged, storage_writer=lost, no_dist=True))
+    assert isinstance(error, StagerBusy)
+    assert "so late" in str(error)
+    with pytest.raises(StagerBusy, match="so late"):
+        pickle.dumps(staged)
+    dcp.save(state, storage_writer=lost, no_dist=True)
+    check_saved(state, tmp_path / "lost")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_save_that_has_begun_is_not_given_up(tmp_path: Path, tight: pyckpt.Engine) -> None:
+    writer = Gated(tmp_path, stager=pyckpt.PinnedStager(engine=tight), engine=tight)
+    state = {"t": torch.rand(1000)}
+    future = dcp.async_save(state, storage_writer=writer)
+    assert writer.reached.wait(60)
+    staging = writer._staging
+    assert staging is not None
+    assert not staging.give_up()
+    writer.gate.set()
+    future.result()
+    check_saved(state, tmp_path)
+
+
+def test_a_writer_whose_save_never_began_saves_again(tmp_path: Path, tight: pyckpt.Engine) -> None:
+    stager = pyckpt.PinnedStager(engine=tight)
+    writer = writer_to(tmp_path, stager=stager, engine=tight)
+    state = large_state()
+    staged = writer.stage(state)
+    dcp.async_save(state, storage_writer=writer).result()
+    assert staged.staging.released
+    check_saved(state, tmp_path)
+
+
+@pytest.mark.parametrize("why", ["memory", "busy", "earlier"])
+def test_futures_of_a_save_that_could_not_be_staged_are_cancelled(
+    tmp_path: Path, tight: pyckpt.Engine, why: str
+) -> None:
+    stager = pyckpt.PinnedStager(engine=tight, when_busy="error")
+    state = large_state()
+    holder, _ = stager.begin(state if why == "busy" else {}, direct=True)
+    if why == "memory":
+        state["large"].untyped_storage().resize_(0)
+    if why == "earlier":
+        stager.keep_failure(ValueError("an earlier save failed"))
+    writer = writer_to(tmp_path, stager=stager, engine=tight)
+    staged, written = writer.staged, writer.written
+    with pytest.raises((ValueError, StagerBusy)):
+        dcp.async_save(state, storage_writer=writer)
+    assert writer.staged.cancelled()
+    assert writer.written.cancelled()
+    assert staged is not writer.staged
+    assert written is not writer.written
+    holder.release()
+    assert tight.native.arena_used_bytes == 0
 
 
 def test_a_thread_that_ends_without_a_word(tmp_path: Path, tight: pyckpt.Engine) -> None:

@@ -373,6 +373,49 @@ def test_beyond_the_budget_the_call_waits_for_what_is_not_guarded(
         check_saved(before, tmp_path)
 
 
+def embeddings(rows: int) -> tuple[torch.nn.Embedding, torch.nn.Parameter]:
+    """A large embedding that its forward passes change, and a view of its memory."""
+    model = torch.nn.Embedding(rows, 1024, max_norm=1.0)
+    return model, torch.nn.Parameter(model.weight.detach()[:1])
+
+
+def test_parameters_that_forward_changes_are_copied_at_the_call(
+    tmp_path: Path, small_engine: pyckpt.Engine
+) -> None:
+    model, view = embeddings(64)
+    linear = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD([view, *model.parameters(), *linear.parameters()], lr=0.1)
+    stager = pyckpt.PinnedStager(engine=small_engine, optimizers=[optimizer])
+    stager.copy_at_call([model.weight])
+    assert len(stager._guarded_storages() or ()) == 2  # those of the linear module alone
+    before = frozen(dict(model.state_dict()))
+    writer = writer_to(tmp_path, stager=stager, engine=small_engine)
+    with slowed(small_engine):
+        future = dcp.async_save(dict(model.state_dict()), storage_writer=writer)
+        model(torch.arange(64))
+    future.result()
+    check_saved(before, tmp_path)
+    assert not same(frozen(dict(model.state_dict())), before)  # the pass did change it
+
+
+def test_beyond_the_budget_the_call_waits_for_parameters_that_forward_changes(
+    tmp_path: Path, opens_when_waited_for: Any
+) -> None:
+    model, _ = embeddings(1024)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tight_engine() as own:
+        stager = pyckpt.PinnedStager(engine=own, optimizers=[optimizer])
+        stager.copy_at_call(model.parameters())
+        before = frozen(dict(model.state_dict()))
+        writer = Gated(tmp_path, stager=stager, engine=own)
+        opens_when_waited_for(writer)
+        future = dcp.async_save(dict(model.state_dict()), storage_writer=writer)
+        assert writer.written.done()
+        model(torch.arange(1024))
+        future.result()
+        check_saved(before, tmp_path)
+
+
 def test_a_failed_save_holds_no_step_back(tmp_path: Path) -> None:
     """Beyond the budget, and it fails at every point before it could write."""
 

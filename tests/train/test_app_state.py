@@ -386,6 +386,53 @@ def test_compiled_and_not(tmp_path: Path) -> None:
     assert_equal(other.state_dict(), optimizer.state_dict())
 
 
+class Holder:
+    """An object of the program's own around its modules."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self.modules = list(modules)
+        self.rows = [0, 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(i): module.state_dict() for i, module in enumerate(self.modules)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def written(module: nn.Module) -> Any:
+    """Names of the parameters that its forward pass changes, as far as that is known."""
+    ids = {id(tensor) for tensor in AppState({"m": module}).written_in_forward}
+    return {name for name, parameter in module.named_parameters() if id(parameter) in ids}
+
+
+def test_parameters_that_forward_changes() -> None:
+    changed = nn.Embedding(5, 4, max_norm=0.1)
+    model = nn.Sequential(nn.Sequential(changed), nn.Linear(4, 4))
+    assert written(model) == {"0.0.weight"}
+    assert written(nn.Embedding(5, 4)) == set()
+    assert written(nn.EmbeddingBag(5, 4, max_norm=1.0)) == {"weight"}
+    assert written(torch.compile(model, backend="eager")) == {"_orig_mod.0.0.weight"}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model(torch.arange(5))
+    after = model.state_dict()
+    assert {name for name in before if not before[name].equal(after[name])} == {"0.0.weight"}
+    for held in (pyckpt.Trainable(model), Holder(net(), model), {"a": model}, {"a": {"b": model}}):
+        (found,) = AppState({"m": held}).written_in_forward
+        assert found is changed.weight
+
+
+def test_quantizers_that_learn_change_their_scale() -> None:
+    quantization = pytest.importorskip("torch.ao.quantization._learnable_fake_quantize")
+    observer = torch.ao.quantization.MovingAverageMinMaxObserver
+    quantizer = quantization._LearnableFakeQuantize(observer, 0, 255, scale=1e-12)
+    quantizer.enable_param_learning()
+    assert written(nn.Sequential(quantizer)) == {"0.scale", "0.zero_point"}
+    before = quantizer.scale.detach().clone()
+    quantizer(torch.ones(3))
+    assert not quantizer.scale.equal(before)
+
+
 def test_a_module_without_state(tmp_path: Path) -> None:
     save({"activation": nn.ReLU()}, tmp_path)
     load({"activation": nn.ReLU()}, tmp_path)

@@ -13,6 +13,7 @@ import torch
 from _training import Run, resumed
 
 from pyckpt import Checkpointer
+from pyckpt.errors import SaveError
 
 
 def state() -> dict[str, Any]:
@@ -32,6 +33,12 @@ def state() -> dict[str, Any]:
         (lambda c: c.step(2, state(), metrics=0.5), TypeError, "metrics must be a dict"),
         (lambda c: c.step(2, state(), metrics={"loss": "low"}), TypeError, "'loss' must be a numb"),
         (lambda c: c.step(2, state(), metrics={1: 1.0}), TypeError, "must be strings"),
+        (
+            lambda c: c.save(2, state(), metrics={"l": torch.ones(2)}),
+            TypeError,
+            "'l' must be one n",
+        ),
+        (lambda c: c.save(2, state(), metrics={"l": numpy.ones((0, 3))}), TypeError, "'l' must be"),
         (lambda c: c.save(-1, state()), ValueError, "0 or more"),
         (lambda c: c.save(1.0, state()), TypeError, "whole number"),
         (lambda c: c.save(state(), 1), TypeError, "whole number"),
@@ -39,7 +46,10 @@ def state() -> dict[str, Any]:
         (lambda c: c.restore(state(), step=-1), ValueError, "0 or more"),
         (lambda c: c.restore([1]), TypeError, "state must be a dict"),
         (lambda c: c.restore(state(), mising="keep"), TypeError, "mising"),
-        (lambda c: c.restore(state(), missing="ignore"), ValueError, "missing"),
+        (lambda c: c.restore(state(), missing="ignore"), ValueError, "^missing = 'ignore' must"),
+        (lambda c: c.restore(state(), unexpected="keep"), ValueError, "^unexpected = 'keep' must"),
+        (lambda c: c.restore(state(), mismatched=1), ValueError, "^mismatched = 1 must"),
+        (lambda c: c.restore(state(), rename="x"), TypeError, "rename must be a function of"),
         (lambda c: c.restore(state(), keep="x"), TypeError, r"\('x',\)"),
         (lambda c: c.restore(state(), keep=["y"]), ValueError, "'y' is neither"),
         (lambda c: c.restore(state(), keep=["x.y"]), ValueError, "'x.y' is neither"),
@@ -65,17 +75,24 @@ def test_a_wrong_call_does_nothing(
     [
         ({"every_steps": 2.5}, TypeError, "every_steps"),
         ({"every_steps": True}, TypeError, "every_steps"),
-        ({"every_minutes": "5"}, TypeError, "every_minutes"),
-        ({"every_minutes": float("nan")}, ValueError, "every_minutes"),
-        ({"save_when": 100}, TypeError, "save_when"),
+        ({"every_minutes": "5"}, TypeError, "^every_minutes = '5' must"),
+        ({"every_minutes": float("nan")}, ValueError, "^every_minutes = nan must"),
+        ({"save_when": 100}, TypeError, "^save_when = 100 must"),
         ({"keep_last": 1.0}, TypeError, "keep_last"),
         ({"keep_every": "10"}, TypeError, "keep_every"),
-        ({"keep_best": "loss"}, TypeError, "keep_best"),
+        ({"keep_best": "loss"}, TypeError, "^keep_best = 'loss' must"),
         ({"keep_best": ("loss", "min")}, TypeError, "keep_best"),
         ({"keep_best": ("loss", 1.5, "min")}, TypeError, "keep_best"),
         ({"on_signals": "SIGNOTHING"}, ValueError, "no signal 'SIGNOTHING'"),
         ({"on_signals": "S"}, ValueError, "no signal 'S'"),
         ({"on_signals": [999]}, ValueError, "no signal 999"),
+        ({"on_signals": ["SIGUSR1", "SIGKILL"]}, ValueError, "on_signals: SIGKILL"),
+        ({"on_signals": signal.SIGSTOP}, ValueError, "on_signals: SIGSTOP"),
+        ({"timeout": "60"}, TypeError, "timeout must be a number of seconds"),
+        ({"timeout": True}, TypeError, "timeout must be a number of seconds"),
+        ({"timeout": float("inf")}, ValueError, "timeout = inf must be a time that ends"),
+        ({"timeout": float("nan")}, ValueError, "timeout = nan must be a time that ends"),
+        ({"timeout": 0}, ValueError, "timeout = 0:00:00 must be more"),
     ],
 )
 def test_wrong_options(
@@ -83,6 +100,41 @@ def test_wrong_options(
 ) -> None:
     with pytest.raises(kind, match=match):
         Checkpointer(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"mirror_keep_last": 2}, "mirror_keep_last"),
+        ({"mirror_every": 2, "mirror_max_mbps": 5.0}, "mirror_every, mirror_max_mbps"),
+        ({}, None),
+    ],
+)
+def test_what_needs_a_mirror_says_so(
+    options: dict[str, Any], names: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Checkpointer(tmp_path, **options).close()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ([f"without mirror=, nothing comes of {names}"] if names else [])
+
+
+@pytest.mark.parametrize(
+    "number", [1, 2.5, torch.tensor(2), torch.ones(1, 1), numpy.ones(1), numpy.float32(3)]
+)
+def test_whatever_is_one_number_is_a_metric(number: Any, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state(), metrics={"loss": number}).wait()
+        (found,) = checkpointer.checkpoints()
+    assert found.metrics == {"loss": float(torch.as_tensor(number))}
+
+
+def test_a_metric_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        handle = checkpointer.save(1, state(), metrics={"loss": torch.tensor(1j)})
+        with pytest.raises(SaveError, match="the metric 'loss' cannot be read as a number"):
+            handle.wait()
+        with pytest.raises(SaveError):
+            checkpointer.wait()
 
 
 @pytest.mark.parametrize("signals", ["SIGUSR2", signal.SIGUSR2, ["SIGUSR2"]])

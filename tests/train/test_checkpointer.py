@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from _staging import engine, slowed
 from _training import Run, damage, resumed
 
 import pyckpt
@@ -57,6 +59,23 @@ def test_stock_reads_it(tmp_path: Path) -> None:
         assert torch.equal(target["model"][name], tensor)
     said = json.loads(target["pyckpt.checkpoint"])
     assert said == {"step": 3, "final": False, "metrics": {"loss": 1.5}}
+
+
+def test_a_forward_pass_may_change_parameters_right_after_the_call(tmp_path: Path) -> None:
+    with (
+        engine(io_threads=1) as own,
+        Checkpointer(tmp_path, every_steps=1, engine=own) as checkpointer,
+    ):
+        for step in range(2):
+            model = torch.nn.Embedding(64, 1024, max_norm=1.0)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            expected = model.weight.detach().clone()
+            with slowed(own):
+                handle = checkpointer.save(step, {"model": model, "optimizer": optimizer})
+                model(torch.arange(64))
+            assert not torch.equal(model.weight, expected)
+            loaded = pyckpt.load(handle.wait())
+            assert torch.equal(loaded["model"]["weight"], expected)
 
 
 def test_a_handle_tells_how_far_it_is(tmp_path: Path) -> None:
@@ -516,6 +535,42 @@ def test_a_step_that_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         resumed(tmp_path, step=2)
 
 
+def test_a_step_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "none") as checkpointer:
+        with pytest.raises(FileNotFoundError, match="no valid checkpoint, nor one of another step"):
+            checkpointer.restore({"v": 0}, step=99)
+        assert not (tmp_path / "none").exists()
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"v": step}).wait()
+        with pytest.raises(FileNotFoundError, match=r"no valid checkpoint; there are steps 1, 2: "):
+            checkpointer.restore({"v": 0}, step=99)
+        for step in (10, 20, 30, 40, 50, 60):
+            (tmp_path / f"step-{step:08d}").mkdir()
+        with pytest.raises(FileNotFoundError, match="steps 10, 20, 30, 40, 50 and 3 more: "):
+            checkpointer.restore({"v": 0}, step=31)
+        with pytest.raises(FileNotFoundError, match=r"no valid checkpoint \(unfinished: "):
+            checkpointer.restore({"v": 0}, step=30)
+
+
+def test_a_restore_renames_by_a_mapping(tmp_path: Path) -> None:
+    old, new = torch.nn.Module(), torch.nn.Module()
+    old.head = torch.nn.Linear(2, 2)
+    new.top = torch.nn.Linear(2, 2)
+    names = {"model.head.weight": "model.top.weight", "model.head.bias": "model.top.bias"}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": old}).wait()
+        checkpointer.restore({"model": new}, rename=names)
+    assert torch.equal(new.top.weight, old.head.weight)
+    for load in (
+        lambda model: pyckpt.load_model(model, tmp_path, rename=names),
+        lambda model: pyckpt.load({"model": model}, tmp_path / "step-00000001", rename=names),
+    ):
+        torch.nn.init.zeros_(new.top.weight)
+        load(new)
+        assert torch.equal(new.top.weight, old.head.weight)
+
+
 def test_going_back(tmp_path: Path) -> None:
     run = Run()
     with Checkpointer(
@@ -538,6 +593,57 @@ def test_going_back(tmp_path: Path) -> None:
         checkpointer._pruner.wait()
         assert [c.step for c in checkpointer.checkpoints()] == [4, 6, 7, 8]
     assert resumed(tmp_path, step=7)[1].equals(run)
+
+
+EARLIER = "has newer checkpoints of an earlier run"
+
+
+def test_a_run_that_begins_anew_keeps_its_own_beside_those_of_an_earlier_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(*steps: int) -> list[int]:
+        with Checkpointer(tmp_path, keep_last=2) as checkpointer:
+            for step in steps:
+                checkpointer.save(step, {"v": step}).wait()
+        return steps_in(tmp_path)
+
+    assert run(5, 8, 9) == [8, 9]
+    assert EARLIER not in caplog.text
+    assert run(1, 2, 3) == [2, 3, 8, 9]
+    (said,) = [record.getMessage() for record in caplog.records if EARLIER in record.getMessage()]
+    assert "training begins at step 1 or before, and" in said
+    assert said.endswith("steps 8, 9")
+    caplog.clear()
+    assert run(8, 10) == [8, 9, 10]  # 2 and 3 are older, and count; 8 was saved again
+    assert "steps 9" in caplog.text
+
+
+def test_a_run_whose_restore_finds_nothing_says_nothing_of_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.restore({"v": 0}) is None
+        for step in (2, 3):
+            checkpointer.save(step, {"v": step}).wait()
+        shutil.rmtree(tmp_path / ".pyckpt")  # so this job begins a second time
+        checkpointer.save(1, {"v": 1}).wait()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(4, {"v": 4}).wait()
+    assert EARLIER not in caplog.text
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
+
+
+def test_what_came_after_a_restore_that_found_nothing_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        assert checkpointer.restore({"v": 0}) is None
+        with Checkpointer(tmp_path) as other:
+            other.save(7, {"v": 7}).wait()
+        checkpointer.save(1, {"v": 1}).wait()
+        checkpointer.save(2, {"v": 2}).wait()
+    assert EARLIER in caplog.text
+    assert steps_in(tmp_path) == [2, 7]
 
 
 def test_the_step_that_was_saved_last_is_saved_again_after_going_back(tmp_path: Path) -> None:
@@ -800,6 +906,38 @@ def test_save_last_saves_no_state_in_the_middle_of_a_step(tmp_path: Path) -> Non
         Run().to(7, checkpointer)
         raise KeyboardInterrupt
     assert steps_in(tmp_path) == [5]
+
+
+def test_a_save_that_was_interrupted_holds_up_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even while the program has the interrupt, which holds the call, and so the copies."""
+    in_thread = Saver._in_thread
+    left = [1]
+
+    def interrupted(self: Saver, task: Any) -> None:
+        if left:
+            left.pop()
+            raise KeyboardInterrupt
+        in_thread(self, task)
+
+    monkeypatch.setattr(Saver, "_in_thread", interrupted)
+    state = {"x": torch.randn(1 << 20)}  # for which the memory has no room, either
+    with (
+        engine(max_pinned_bytes=4 << 20) as own,
+        Checkpointer(tmp_path, every_steps=1, engine=own) as checkpointer,
+    ):
+        with pytest.raises(KeyboardInterrupt) as interrupt:
+            checkpointer.save(1, state)
+        with pytest.raises(SaveError, match="interrupted"):
+            checkpointer.wait()
+        assert own.native.arena_used_bytes == 0
+        checkpointer.wait_staged()
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        torch.optim.SGD([parameter]).step()
+        checkpointer.save(2, state).wait()
+        assert interrupt.value.__traceback__ is not None
+    assert steps_in(tmp_path) == [2]
 
 
 def test_save_last_saves_nothing_after_a_restore(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -544,6 +545,12 @@ def test_damage_in_what_each_rank_reads_a_part_of(damaged: int | None, tmp_path:
 
 def _prunes(directory: Path) -> tuple[list[int], int]:
     run = Run()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pyckpt").addHandler(handler)
+    with Checkpointer(directory) as earlier:
+        earlier.save(9, run.state, metrics={"loss": 0.0})
     checkpointer = Checkpointer(
         directory, keep_last=2, keep_best=("loss", 1, "min"), every_steps=1, when_busy="wait"
     )
@@ -552,12 +559,16 @@ def _prunes(directory: Path) -> tuple[list[int], int]:
             # Those of rank 0 count: the best is step 3.
             loss = abs(step - 3.0) if dist.get_rank() == 0 else float(step)
             checkpointer.step(step, run.state, metrics={"loss": loss})
+    # 9 is of an earlier run, beside which this one has begun anew.
+    told = sum("training begins at step 1 or before, and" in text for text in said)
+    assert told == (dist.get_rank() == 0)
     with Checkpointer(directory) as after:
         return steps_of(after), checkpointer.statistics.pruned
 
 
 def test_rank_0_prunes(tmp_path: Path) -> None:
-    assert run_ranks(3, _prunes, tmp_path) == [([3, 5, 6], 3), ([3, 5, 6], 0), ([3, 5, 6], 0)]
+    left = [3, 5, 6, 9]
+    assert run_ranks(3, _prunes, tmp_path) == [(left, 3), (left, 0), (left, 0)]
 
 
 def _exports(directory: Path) -> None:

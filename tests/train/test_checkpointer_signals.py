@@ -11,7 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import permutations
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -327,6 +329,84 @@ def test_a_handler_that_came_later_stays() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signals.close()
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_handlers_are_put_back_in_any_order(
+    handler: Callable[..., None], order: tuple[int, ...]
+) -> None:
+    several = [StopSignals(["SIGUSR1"]) for _ in range(3)]
+    for one in order:
+        several[one].close()
+    assert signal.getsignal(signal.SIGUSR1) is handler
+
+
+def test_the_last_one_open_records(handler: Callable[..., None]) -> None:
+    """Whichever it is."""
+    first, second = StopSignals(["SIGUSR1"]), StopSignals(["SIGUSR1"])
+    second.close()
+    signal.raise_signal(signal.SIGUSR1)
+    assert first.received
+    assert not second.received
+    first.close()
+    first, second = StopSignals(["SIGUSR1"]), StopSignals(["SIGUSR1"])
+    first.close()
+    signal.raise_signal(signal.SIGUSR1)
+    assert second.received
+    second.close()
+    assert signal.getsignal(signal.SIGUSR1) is handler
+
+
+@pytest.mark.parametrize("reached", ["called", "installed again"])
+def test_a_closed_one_that_other_code_kept_passes_signals_on(
+    handler: Callable[..., None], reached: str
+) -> None:
+    signals = StopSignals(["SIGUSR1"])
+    ours = signal.getsignal(signal.SIGUSR1)
+    assert callable(ours)
+
+    def other(number: int, frame: FrameType | None) -> None:
+        ours(number, frame)
+
+    signal.signal(signal.SIGUSR1, other if reached == "called" else handler)
+    signals.close()
+    if reached == "installed again":
+        signal.signal(signal.SIGUSR1, ours)
+    for _ in range(2):
+        with pytest.raises(Handled):
+            signal.raise_signal(signal.SIGUSR1)
+
+
+@pytest.mark.usefixtures("handler")
+def test_a_closed_one_ignores_what_was_ignored_before() -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signals = StopSignals(["SIGUSR1"])
+    ours = signal.getsignal(signal.SIGUSR1)
+    signals.close()
+    signal.signal(signal.SIGUSR1, ours)
+    for _ in range(2):
+        signal.raise_signal(signal.SIGUSR1)
+
+
+def _ended_after_both_were_closed(_pipe: Pipe) -> int:
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        first, second = StopSignals("SIGTERM"), StopSignals("SIGTERM")
+        ours = signal.getsignal(signal.SIGTERM)
+        first.close()
+        second.close()
+        signal.signal(signal.SIGTERM, ours)  # as other code may
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGTERM
+    return 0
+
+
+def test_a_closed_one_ends_the_process_as_signals_do_by_default() -> None:
+    run_child(_ended_after_both_were_closed)
 
 
 def _forked(_pipe: Pipe) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import shutil
@@ -48,10 +49,25 @@ def test_the_last_to_begin_has_it(tmp_path: Path) -> None:
     hold(old)
     hold(new)
     for _ in range(2):
-        with pytest.raises(Superseded, match=rf"process {os.getpid()} on .* has begun to save"):
+        with pytest.raises(Superseded, match="another Checkpointer of this process has begun"):
             hold(old)
         hold(new)
     assert generations(tmp_path / "run") == ["generation-00000002"]
+
+
+@pytest.mark.parametrize("which", ["pid", "host", "namespace"])
+def test_the_process_that_has_it_is_named(tmp_path: Path, which: str) -> None:
+    """Unless it is this one, which nobody should end."""
+    old, new = Fence(tmp_path), Fence(tmp_path)
+    hold(old)
+    hold(new)
+    file = tmp_path / FOLDER / "generation-00000002"
+    who = json.loads(file.read_text()) | {which: 1 if which == "pid" else "another"}
+    file.write_text(json.dumps(who))
+    with pytest.raises(
+        Superseded, match=rf"process {who['pid']} on {who['host']} .* end the other"
+    ):
+        hold(old)
 
 
 def test_it_is_taken_again_where_everything_was_removed(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 LOOPS = Path(__file__).parents[2] / "examples/loops"
-STEPS = 20
+STEPS = 40
 KILLED_AT = 13
 
 
@@ -43,8 +43,9 @@ def run_to_the_end(loop: str, ranks: int, run: Path) -> dict[int, float]:
     return losses(done.stdout)
 
 
-def kill_on_the_way(loop: str, ranks: int, run: Path) -> None:
-    """Kill all processes of a run as soon as it says that it took a step."""
+def kill_on_the_way(loop: str, ranks: int, run: Path) -> int:
+    """Kill all processes of a run as soon as it says that it took a step. Returns the last step of
+    which it said so: some more, where this process is slow."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command(loop, ranks, run),
@@ -55,13 +56,17 @@ def kill_on_the_way(loop: str, ranks: int, run: Path) -> None:
         start_new_session=True,
     )
     assert process.stdout is not None
+    said = ""
     while not (line := process.stdout.readline()).startswith(f"step {KILLED_AT} "):
         assert line, "it ended before that"
+    said += line
     # torchrun gives its workers sessions of their own.
     for pid in [process.pid, *_descendants(process.pid)]:
         os.kill(pid, signal.SIGKILL)
     process.wait()
+    said += process.stdout.read()
     process.stdout.close()
+    return max(losses(said[: said.rindex("\n") + 1]))
 
 
 def _descendants(pid: int) -> list[int]:
@@ -110,11 +115,12 @@ def test_a_loop_goes_on_where_it_was_killed(
 ) -> None:
     expected = whole(loop, ranks)
     assert sorted(expected) == [*range(1, STEPS + 1)]
-    kill_on_the_way(loop, ranks, tmp_path)
+    killed_at = kill_on_the_way(loop, ranks, tmp_path)
     resumed = run_to_the_end(loop, later, tmp_path)
     first = min(resumed)
     # It saves each fifth step, and waits for the save before; so at most two are lost.
-    assert first in (KILLED_AT - 12, KILLED_AT - 7, KILLED_AT - 2)
+    assert first % 5 == 1
+    assert killed_at - 13 <= first <= killed_at + 2
     assert sorted(resumed) == [*range(first, STEPS + 1)]
     for step, loss in resumed.items():
         if later == ranks:

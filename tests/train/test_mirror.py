@@ -283,6 +283,26 @@ def test_a_new_run_is_not_taken_for_old_beside_that_of_an_earlier_one(tmp_path, 
     assert there(tmp_path) == ["step-00000001", "step-00001000"]
 
 
+def test_a_run_that_begins_anew_keeps_its_own_there_beside_those_of_an_earlier_run(
+    tmp_path, mirror, caplog
+):
+    def run(directory, *steps):
+        with pyckpt.Checkpointer(
+            tmp_path / directory, mirror=mirror, mirror_keep_last=2
+        ) as checkpointer:
+            for step in steps:
+                checkpointer.save(step, state_of(step)).wait()
+                assert checkpointer.wait_mirrored(60)
+
+    run("a", 8, 9)
+    assert not caplog.text
+    run("b", 1, 2, 3)
+    assert there(tmp_path) == [f"step-{step:08d}" for step in (2, 3, 8, 9)]
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"training begins at step 1 or before, and {mirror}" in said
+    assert said.endswith("steps 8, 9")
+
+
 def test_going_back_gives_up_what_waits_of_the_branch_that_is_left(tmp_path, mirror, monkeypatch):
     with pyckpt.Checkpointer(tmp_path / "run", mirror=mirror, mirror_keep_last=1) as checkpointer:
         checkpointer.save(5, state_of(5)).wait()

@@ -6,7 +6,7 @@ import math
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import pyckpt
 from pyckpt.format import commit
 from pyckpt.train.store.catalog import NOTE_KEY, Catalog, CheckpointInfo, note, reading
-from pyckpt.train.store.pruner import Protected, prune
+from pyckpt.train.store.pruner import Protected, Pruner, prune
 from pyckpt.train.store.removal import remove
 from pyckpt.train.store.retention import Retention, surplus
 
@@ -203,6 +203,29 @@ def test_metrics_and_final_are_read_from_disk(tmp_path: Path) -> None:
     write(tmp_path, 5)
     retention = Retention(keep_last=1, keep_best=("loss", 1, "min"))
     assert prune(Catalog(tmp_path), retention) == [1, 4]
+
+
+def test_a_job_may_begin_to_save_before_it_is_known_where_training_begins(tmp_path: Path) -> None:
+    """A restore that finds nothing may finish what an earlier job left half committed."""
+    write(tmp_path, 8)
+    told: list[tuple[int, list[int]]] = []
+    pruner = Pruner(
+        Catalog(tmp_path),
+        Retention(1),
+        allowed=nullcontext,
+        busy=(),
+        distrusted=(),
+        on_newer=lambda step, newer: told.append((step, sorted(newer))),
+    )
+    pruner.begun()
+    assert told == []
+    write(tmp_path, 1)
+    pruner.begins(1)
+    assert told == [(1, [8])]
+    write(tmp_path, 2)
+    pruner.committed(2)
+    pruner.close()
+    assert Catalog(tmp_path).steps() == [8, 2]
 
 
 def test_what_stays_anyway_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

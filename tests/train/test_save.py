@@ -257,3 +257,58 @@ def test_corrupted_after_is_told(tmp_path: Path) -> None:
         file.write(b"\x01")
     with pytest.raises(CorruptCheckpoint):
         pyckpt.load(tmp_path)
+
+
+def test_home_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a Checkpointer, whichever function is given the path."""
+    home, here = tmp_path / "home", tmp_path / "here"
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    saved = {"model": torch.nn.Linear(2, 2)}
+    pyckpt.save(saved, "~/best")
+    pyckpt.save(saved, Path("~/other"))
+    found = {"model": torch.nn.Linear(2, 2)}
+    pyckpt.load(found, "~/best")
+    assert torch.equal(found["model"].weight, saved["model"].weight)
+    assert pyckpt.load("~/best").keys() == {"model"}
+    pyckpt.load_model(found["model"], "~/best")
+    pyckpt.export("~/best", "~/exported", config={})
+    pyckpt.export("~/best", "~/again", config="~/exported/config.json")
+    pyckpt.to_torch("~/best", "~/best.pt")
+    assert pyckpt.DirectReader.validate_checkpoint_id("~/best")
+    assert pyckpt.DirectWriter.validate_checkpoint_id("~/more")
+    assert sorted(os.listdir(home)) == ["again", "best", "best.pt", "exported", "other"]
+    assert os.listdir(here) == []
+
+
+def test_a_name_that_begins_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"no such home directory.*'\./~nobody-of-that-name'"):
+        pyckpt.save({"x": 1}, "~nobody-of-that-name")
+    pyckpt.save({"x": torch.ones(2)}, "./~nobody-of-that-name")
+    assert os.listdir(tmp_path) == ["~nobody-of-that-name"]
+    assert pyckpt.load("./~nobody-of-that-name").keys() == {"x"}
+    model = torch.nn.Linear(2, 2)
+    pyckpt.save({"model": model}, "./~nobody-of-that-name", overwrite=True)
+    pyckpt.load_model(model, "./~nobody-of-that-name")
+
+
+def test_an_empty_path_is_not_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for use in (
+        lambda: pyckpt.save({"x": 1}, ""),
+        lambda: pyckpt.load({"x": 1}, ""),
+        lambda: pyckpt.load(""),
+        lambda: pyckpt.export("", "out"),
+        lambda: pyckpt.export(".", ""),
+        lambda: pyckpt.to_torch(".", ""),
+    ):
+        with pytest.raises(ValueError, match="the path is empty"):
+            use()
+    for use in (lambda: pyckpt.export(".", "s3://b/x"), lambda: pyckpt.to_torch(".", "s3://b/x")):
+        with pytest.raises(ValueError, match="is a URL"):
+            use()
+    assert os.listdir(tmp_path) == []

@@ -228,3 +228,26 @@ def test_fsdp1(tmp_path: Path) -> None:
     model = unpacked(found)["model"]
     for name, value in expected.items():
         assert_same(model[name], torch.tensor(value, dtype=torch.float64), name, exact=False)
+
+
+def written_in_forward(kind: str) -> tuple[int, int, int]:
+    """How many storages may be copied late before and after it is known what forward changes, and
+    how many parameters that are."""
+    model: nn.Module = nn.Sequential(nn.Embedding(6, 4, max_norm=1.0), nn.Linear(4, 4))
+    if kind == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    objects = AppState({"model": model, "optimizer": optimizer})
+    model(torch.arange(6))
+    objects.state_dict()
+    stager = pyckpt.PinnedStager(optimizers=[optimizer])
+    before = len(stager._guarded_storages() or ())
+    stager.copy_at_call(objects.written_in_forward)
+    return before, len(stager._guarded_storages() or ()), len(objects.written_in_forward)
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", slow("ddp")])
+def test_parameters_that_forward_changes_in_wrapped_modules(kind: str) -> None:
+    assert run_ranks(1, written_in_forward, kind) == [(3, 2, 1)]

@@ -63,7 +63,7 @@ class RunningLoss(TrainerCallback):  # type: ignore[misc]
         trainer = self._trainer
         sum_of_losses = getattr(trainer, "_tr_loss", None)
         if sum_of_losses is None:
-            return {"sum": torch.zeros(()), "since": 0}
+            return {"sum": torch.zeros((), device="cpu"), "since": 0}
         return {"sum": sum_of_losses, "since": trainer._globalstep_last_logged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

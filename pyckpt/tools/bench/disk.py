@@ -126,7 +126,8 @@ class Checkpoints:
         self._directory = directory
         count = max(1, size // TENSORS // 8)
         self.state = {
-            f"tensor{i}": torch.empty(count, dtype=torch.int64).random_() for i in range(TENSORS)
+            f"tensor{i}": torch.empty(count, dtype=torch.int64, device="cpu").random_()
+            for i in range(TENSORS)
         }
         self.size = TENSORS * count * 8
         self._target = {key: torch.zeros_like(value) for key, value in self.state.items()}

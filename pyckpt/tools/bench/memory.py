@@ -43,7 +43,7 @@ def cuda_variants(size: int) -> Iterator[dict[str, Callable[[], object]]]:
         yield {}
         return
     on_device = torch.empty(size, dtype=torch.uint8, device="cuda:0")
-    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    pinned = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     torch.cuda.synchronize()
 
     def register() -> None:

@@ -181,7 +181,9 @@ class NodeReader(DirectReader):
             def make_room() -> None:
                 self._make_files(mine)
                 count = _UNDER_WAY_MAX if nodes.is_first else 0
-                own.extend(torch.empty(_PIECE_BYTES, dtype=torch.uint8) for _ in range(count))
+                own.extend(
+                    torch.empty(_PIECE_BYTES, dtype=torch.uint8, device="cpu") for _ in range(count)
+                )
 
             nodes.together("making room for it", make_room)
             failures: list[Exception] = []

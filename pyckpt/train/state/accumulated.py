@@ -285,7 +285,8 @@ def _mean(states: list[_Accumulated], attr: str, default: Any) -> Any:
     if not updated:
         return default
     stacked = torch.stack([state.states[attr] for state in updated])
-    weights = torch.tensor([float(state.update_count) for state in updated], dtype=torch.float64)
+    counts = [float(state.update_count) for state in updated]
+    weights = torch.tensor(counts, dtype=torch.float64, device=stacked.device)
     shape = (len(updated),) + (1,) * (stacked.dim() - 1)
     mean = (stacked * weights.view(shape)).sum(0) / weights.sum()
     return mean.to(stacked.dtype)

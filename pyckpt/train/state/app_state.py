@@ -20,6 +20,7 @@ from pyckpt.dcp.renaming import Rename
 from pyckpt.dcp.report import LoadReport, some
 from pyckpt.dcp.together import together
 from pyckpt.train.state.entry import Entry, ValueEntry
+from pyckpt.train.state.forwards import written_in_forward
 from pyckpt.train.state.kinds import entry_of, is_rng, optimizers_in, restore_turn
 from pyckpt.train.state.load_plan import LoadPlan, blamed_on, spare
 from pyckpt.train.state.modules import Trainable, is_fsdp1, quiet, reshard
@@ -67,6 +68,12 @@ class AppState:
         """The parameters of the modules in the state."""
         for module in self._modules().values():
             yield from module.parameters()
+
+    @property
+    def written_in_forward(self) -> list[torch.Tensor]:
+        """The parameters that forward passes change, too, and not only the optimizers' steps. Of
+        FSDP2's modules, those that are in them now: ask after ``state_dict``."""
+        return written_in_forward(self._objects.values())
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save: the live tensors, in dicts by name. Collective if some objects are

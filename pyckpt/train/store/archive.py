@@ -62,7 +62,10 @@ def torch_layout(
         aliases: names that share the memory of other names.
     """
     with FakeTensorMode():
-        state = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in tensors.items()}
+        state = {
+            name: torch.empty(size, dtype=dtype, device="cpu")
+            for name, (size, dtype) in tensors.items()
+        }
     state |= {alias: state[name] for alias, name in aliases.items()}
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(state, file.name)

@@ -20,6 +20,7 @@ from pyckpt.activity import Amount, activity
 from pyckpt.engine import Engine
 from pyckpt.format import commit
 from pyckpt.printable import rate_text, seconds_text
+from pyckpt.remote.address import local_place_of
 from pyckpt.speaking import for_all
 from pyckpt.train.store.catalog import reading
 from pyckpt.train.store.model_files import copy, safetensors_file, torch_file
@@ -106,7 +107,7 @@ def export(
         raise ValueError(f"{format = } must be 'safetensors' or 'torch'.")
     limit = _bytes(max_shard_size)
     content_of_config = None if config is None else _config(config)
-    source_directory, target = Path(checkpoint), Path(path)
+    source_directory, target = local_place_of(checkpoint), local_place_of(path)
     stem, suffix = _STEMS[format]
     written: list[int] = []
     total = 0
@@ -177,7 +178,7 @@ def _index(shards: Sequence[Sequence[ModelTensor]], weights: Mapping[str, str]) 
 def _config(config: Any) -> bytes:
     """The content of ``config.json``, whatever it is given as."""
     if isinstance(config, str | os.PathLike):
-        return Path(config).read_bytes()
+        return local_place_of(config).read_bytes()
     if callable(to_dict := getattr(config, "to_dict", None)):  # as transformers' configurations
         config = to_dict()
     if not isinstance(config, Mapping):

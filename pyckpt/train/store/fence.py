@@ -225,6 +225,12 @@ class Fence:
         if newest <= self._generation and self._who(self._generation)["token"] == self._token:
             return
         who = self._who(max(newest, self._generation))
+        if (who["pid"], who["host"], who["namespace"]) == _this_process():
+            raise Superseded(
+                f"{self._folder.parent}: another Checkpointer of this process has begun to save "
+                "here since this one did, so this one does not save or prune here any more. Save "
+                "with that one, and close this one"
+            )
         by = f"process {who['pid']} on {who['host']}" if who["token"] else "another job"
         raise Superseded(
             f"{self._folder.parent}: {by} has begun to save here since this job did, so this one "
@@ -250,6 +256,10 @@ class Fence:
 
     def _path(self, number: int) -> Path:
         return self._folder / f"generation-{number:08d}"
+
+
+def _this_process() -> tuple[str, str, str]:
+    return str(os.getpid()), socket.gethostname(), _namespace()
 
 
 def _namespace() -> str:

@@ -90,13 +90,15 @@ def copy(
     ``on_written`` is called with the bytes of each piece."""
     ends = dict(places)
     checksums = dict.fromkeys((tensor.name for tensor in places), 0)
-    room = torch.empty(0, dtype=torch.uint8)  # used again, since malloc would keep freed memory
+    room = torch.empty(
+        0, dtype=torch.uint8, device="cpu"
+    )  # used again, since malloc would keep freed memory
     for tensor, piece in _ahead(pieces):
         written = piece
         if piece.dtype != tensor.dtype:
             needed = piece.numel() * tensor.dtype.itemsize
             if room.numel() < needed:
-                room = torch.empty(needed, dtype=torch.uint8)
+                room = torch.empty(needed, dtype=torch.uint8, device="cpu")
             written = room[:needed].view(tensor.dtype).copy_(piece)
         # The tensor's memory without numpy, which need not be installed.
         array = (ctypes.c_ubyte * written.nbytes).from_address(written.data_ptr())

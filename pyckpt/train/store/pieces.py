@@ -80,13 +80,13 @@ def read_pieces(
             piece; or its file is too short.
         OSError: a file cannot be read.
     """
-    buffers = [torch.empty(0, dtype=torch.uint8)] * _BUFFERS
+    buffers = [torch.empty(0, dtype=torch.uint8, device="cpu")] * _BUFFERS
     turn = crc32 = 0
     for batch in _batches(payloads):
         job, add_file = _job(batch[0][0].path, direct, engine)
         files: dict[Path | str, int] = {}
         if not buffers[turn].numel():
-            buffers[turn] = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+            buffers[turn] = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
         views = []
         place = 0
         for _, _, length in batch:

@@ -82,8 +82,8 @@ class Pruner:
     """Removes, in a thread and after each commit, the checkpoints that are not to be kept. One
     thread prunes at a time.
 
-    If training goes on from an older checkpoint, newer ones are *passed*: they are neither counted
-    nor removed until their step is saved again.
+    If training goes on from an older checkpoint, or begins anew, newer ones are *passed*: they are
+    neither counted nor removed until their step is saved again.
 
     Args:
         catalog: of the checkpoints.
@@ -93,6 +93,8 @@ class Pruner:
         distrusted: steps whose checkpoints proved corrupt; they are not counted, and stay. May
             change.
         on_removed: called with the step and the path of each checkpoint that was removed.
+        on_newer: called with the first step that is saved and newer steps, if training begins anew
+            beside these.
         settles: whether the job calls `settled`; if so, it sweeps no earlier.
 
     Attributes:
@@ -109,6 +111,7 @@ class Pruner:
         busy: Collection[int],
         distrusted: Collection[int],
         on_removed: Callable[[int, Path], None] = lambda step, path: None,
+        on_newer: Callable[[int, Collection[int]], None] = lambda step, newer: None,
         settles: bool = False,
     ) -> None:
         self._catalog = catalog
@@ -117,10 +120,14 @@ class Pruner:
         self._busy = busy
         self._distrusted = distrusted
         self._on_removed = on_removed
+        self._on_newer = on_newer
         self._settles = settles
         self._owes_sweep = False
         self._passed: set[int] = set()
+        self._own: set[int] = set()  # saved since training began, or went back
         self._restored: int | None = None
+        self._is_anew = False  # whether `_restored` is the first step that is saved, not restored
+        self._has_begun = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pyckpt-prune")
         self.protected = Protected()
         self.removed = 0
@@ -128,6 +135,7 @@ class Pruner:
     def committed(self, step: int) -> None:
         """A step was saved: prune, keeping it."""
         self._passed.discard(step)
+        self._own.add(step)
         with suppress(RuntimeError):  # the interpreter is ending; the next run prunes
             self._thread.submit(self._prune, step)
 
@@ -152,20 +160,33 @@ class Pruner:
 
     def restored(self, step: int) -> None:
         """Training goes on from a step."""
-        self._restored = step
+        self._restored, self._is_anew = step, False
         self._passed = self._newer_than(step)
+        self._own.clear()
+
+    def begins(self, step: int) -> None:
+        """Training has restored nothing, and this step is the first that it saves. Checkpoints of
+        later steps are of an earlier run: they are passed, as if training had gone back."""
+        self._restored, self._is_anew = step, True
+        if self._has_begun:
+            self._pass_newer()
 
     def begun(self) -> None:
         """This job has begun to save, and from now on no other job does: remove what earlier ones
         left beside their checkpoints. If another job has saved since this one restored, the log
         says so."""
-        self._owes_sweep = True
+        self._owes_sweep = self._has_begun = True
         if not self._settles:
             self.settled()
+        self._pass_newer()
+
+    def _pass_newer(self) -> None:
         if self._restored is None:
             return
-        late = self._newer_than(self._restored) - self._passed - {*self._distrusted}
-        for step in sorted(late):
+        late = self._newer_than(self._restored) - self._passed - self._own - {*self._distrusted}
+        if self._is_anew:
+            self._on_newer(self._restored, late)
+        for step in () if self._is_anew else sorted(late):
             _logger.warning(
                 "another job saved %s after this one had restored step %d; the next restore will "
                 "find it first, unless its step is saved again, or it is moved away",

@@ -43,10 +43,12 @@ class Retention:
         if self.keep_best is not None:
             best = self.keep_best
             if not isinstance(best, tuple | list) or len(best) != 3 or not isinstance(best[0], str):
-                raise TypeError(f"{self.keep_best = } must be (metric, n, 'min' or 'max').")
+                raise TypeError(
+                    f"keep_best = {self.keep_best!r} must be (metric, n, 'min' or 'max')."
+                )
             whole("the n of keep_best", best[1], least=1)
             if best[2] not in ("min", "max"):
-                raise ValueError(f"{self.keep_best = } must end with 'min' or 'max'.")
+                raise ValueError(f"keep_best = {self.keep_best!r} must end with 'min' or 'max'.")
 
     def tell_of_contradiction(self) -> None:
         """Log if a setting has no effect because of another."""

@@ -217,7 +217,7 @@ class TensorSource:
         reader = DirectReader(self.checkpoint, direct=self.direct, engine=self.engine)
         reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         for offsets, sizes in _split(tensor.meta.size, limit):
-            box = torch.empty(sizes, dtype=dtype)
+            box = torch.empty(sizes, dtype=dtype, device="cpu")
             chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
             items = create_read_items_for_chunk_list(tensor.key, tensor.meta, [chunk])
             if sum(item.lengths.numel() for item in items) != box.numel():

@@ -19,20 +19,21 @@ class StopSignals:
     """Records signals, and does nothing else: a handler that saved would save a state in the middle
     of a step.
 
-    At a second signal, the previous handler is restored and the signal is delivered again, so that
-    by default the process ends at once. The same signal within a second of the first is the same
-    request: schedulers signal a launcher and its workers, and the launcher passes its own on.
+    At a second signal, the previous handler is restored and handles it, so that by default the
+    process ends at once. The same signal within a second of the first is the same request:
+    schedulers signal a launcher and its workers, and the launcher passes its own on.
 
-    Forked processes inherit the handler, but no code there reads the record. So in them the first
-    signal is delivered to the previous handler at once.
+    Forked processes inherit the handler, but no code there reads the record. So in them the
+    previous handler handles the first signal. It also does so after ``close``: other code may have
+    kept the handler of this object, and may call it or install it again.
 
     Args:
         names: signals such as "SIGTERM" or ``signal.SIGTERM``, or one.
         clock: returns seconds; for tests.
 
     Raises:
-        ValueError: there is no such signal; or there are signals, and this is not the main thread,
-            the only one that can handle them.
+        ValueError: there is no such signal, or no program can handle it; or there are signals, and
+            this is not the main thread, the only one that can handle them.
     """
 
     def __init__(
@@ -47,9 +48,12 @@ class StopSignals:
         self._clock = clock
         self._pid = os.getpid()
         self._first: float | None = None
-        self._previous: dict[signal.Signals, Any] = {}
+        self._previous: dict[signal.Signals, Any] = {}  # kept for good
+        self._installed: list[signal.Signals] = []
         for number in dict.fromkeys(numbers):
-            self._previous[number] = signal.signal(number, self._handle)
+            self._previous[number] = signal.getsignal(number)
+            self._installed.append(number)
+            signal.signal(number, self._handle)
 
     @property
     def received(self) -> bool:
@@ -57,29 +61,50 @@ class StopSignals:
         return self._first is not None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._pid:
+        if self._installed and os.getpid() == self._pid:
             now = self._clock()
             if self._first is None:
                 self._first = now
             if now - self._first < _SAME_SIGNAL_SECONDS:
                 return
         self.close()
-        os.kill(os.getpid(), number)
+        previous = self._before(signal.Signals(number))
+        # Called, not by way of a new signal, which would come back to this handler if other code
+        # has installed one that calls it.
+        if callable(previous):
+            previous(number, frame)
+        elif previous != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def close(self) -> None:
         """Restore the previous handlers. Idempotent."""
-        while self._previous:
-            number, previous = self._previous.popitem()
+        while self._installed:
+            number = self._installed.pop()
             # A handler that other code has installed since stays.
             if signal.getsignal(number) == self._handle:
-                # None is a handler that C code installed, which Python cannot put back.
-                signal.signal(number, signal.SIG_DFL if previous is None else previous)
+                signal.signal(number, self._before(number))
+
+    def _before(self, number: signal.Signals) -> Any:
+        """The handler to put back. An object that was made before this one may have been closed
+        before it, too; then it is the handler that was there before both."""
+        previous = self._previous[number]
+        while (
+            isinstance(other := getattr(previous, "__self__", None), StopSignals)
+            and number not in other._installed
+        ):
+            previous = other._previous[number]
+        # None is a handler that C code installed, which Python cannot put back.
+        return signal.SIG_DFL if previous is None else previous
 
 
 def _signal(name: str | int) -> signal.Signals:
     try:
-        return signal.Signals[name] if isinstance(name, str) else signal.Signals(name)
+        number = signal.Signals[name] if isinstance(name, str) else signal.Signals(name)
     except (KeyError, ValueError):
         raise ValueError(
             f"on_signals: there is no signal {name!r}; one is called 'SIGTERM', say"
         ) from None
+    if number in (signal.SIGKILL, signal.SIGSTOP):
+        raise ValueError(f"on_signals: {number.name} ends or stops a process without asking it")
+    return number

@@ -60,6 +60,8 @@ class Promotion:
             checkpoint until the files of all of them are there.
         token: of the job, the same on all its ranks, and of no other job.
         speaks: called with an error; whether this rank is to log it.
+        on_newer: called with the first step that is saved and newer steps there, if training begins
+            anew beside these.
     """
 
     def __init__(
@@ -76,10 +78,12 @@ class Promotion:
         members: Collection[int] = (),
         token: str = "alone",
         speaks: Callable[[str], bool] = lambda text: True,
+        on_newer: Callable[[int, Collection[int]], None] = lambda step, newer: None,
     ) -> None:
         self._members = frozenset(members)
         self._token = token
         self._speaks = speaks
+        self._on_newer = on_newer
         tier.join(token)
         self._has_begun = False  # whether the mirror is known to be this job's
         self.tier = tier
@@ -99,6 +103,7 @@ class Promotion:
         self._gives_up = False
         self._is_superseded = False
         self._restored: int | None = None
+        self._owes_newer = False  # whether `on_newer` is to be called
         self._promoted_steps: set[int] = set()
         self._branch = 0
         self._has_lost = False
@@ -164,11 +169,18 @@ class Promotion:
         there, until they are saved again."""
         with self._changed:
             self._restored = step
+            self._owes_newer = False
             self._promoted_steps.clear()
             self._files.clear()
             self._branch += 1  # what is under way is of a branch that training has left
             for later in [one for one in self._waiting() if one.step > step]:
                 self._drop(later, f"training has gone back to step {step}", is_lost=False)
+
+    def begins(self, step: int) -> None:
+        """Training has restored nothing, and this step is the first that it saves. What the mirror
+        has of later steps is of an earlier run."""
+        self.restored(step)
+        self._owes_newer = True
 
     def _waiting(self) -> list[PromotionJob]:
         return list(self._jobs)[1 if self._is_busy else 0 :]
@@ -383,6 +395,7 @@ class Promotion:
             if job.branch == self._branch:
                 self._promoted_steps.add(job.step)
         try:
+            self._look_for_newer()
             self.tier.prune(
                 self._retention,
                 committed=job.step,
@@ -391,6 +404,15 @@ class Promotion:
             )
         except (OSError, PyckptError) as error:
             _logger.warning("%s was not pruned: %s", self.tier, error)
+
+    def _look_for_newer(self) -> None:
+        """The first time, find what is there of an earlier run, beside which training begins."""
+        begun = self._restored
+        if self._owes_newer and begun is not None:
+            newer = [one.step for one in self.tier.checkpoints() if self._is_passed(one.step)]
+            self._owes_newer = False
+            with suppress(Exception):  # a program's handler of the log may raise
+                self._on_newer(begun, newer)
 
     def _coming(self) -> set[int]:
         with self._changed:
