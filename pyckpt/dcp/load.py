@@ -115,8 +115,8 @@ def load(
     `LoadPlanner`.
 
     A load that fails leaves the state with the keys and lists that it had. Its values may be a part
-    of what was saved. Autograd sees that a load has changed a tensor, as it sees ``copy_``: what was
-    computed before with such a tensor may have no backward pass any more.
+    of what was saved. Autograd sees that a load has changed a tensor, as it sees ``copy_``: what
+    was computed before with such a tensor may have no backward pass any more.
 
     ``load(path)``, with the checkpoint's directory alone, returns all that the checkpoint holds, in
     dicts and lists as it was saved, with whole tensors on ``device``. Each process then loads for

@@ -275,7 +275,9 @@ class Promotion:
                     self._last_error = ""
                     job.protection.release()
                 else:
-                    self._drop(job, why)
+                    others = [one for one in self._jobs if one is not job]
+                    is_saved_again = any(one.step == job.step for one in others)
+                    self._drop(job, why, is_lost=not is_saved_again)
                 self._changed.notify_all()
             self._on_release()
 
@@ -461,9 +463,13 @@ class Promotion:
         """Whether a rank that lacks its file has brought that of a later checkpoint: it had to drop
         this one."""
         late = {name.rpartition("_")[0] for name in missing}
+        own = self._files_of(job).keys()
         with self._changed:
             steps = list(self._files)
-            begin = steps.index(job.step) + 1 if job.step in steps else 0
+            begin = 0
+            if job.step in steps:
+                # A step that was saved again has the files of the later save.
+                begin = steps.index(job.step) + (self._files[job.step] == own)
             later = {
                 step: {name for name in self._files[step] if name.rpartition("_")[0] in late}
                 for step in steps[begin:]
