@@ -365,6 +365,19 @@ _ODD: dict[str, Callable[[], Exception]] = {
 }
 
 
+class OddValue:
+    """Fails in its own way when it is written."""
+
+    def __init__(self, which: str) -> None:
+        self.which = which
+
+    def __reduce__(self) -> Any:
+        raise _ODD[self.which]()
+
+    def __deepcopy__(self, memo: Any) -> OddValue:
+        return self
+
+
 class Odd:
     """A part of the state that fails in its own way, in the call or when it is written."""
 
@@ -375,22 +388,16 @@ class Odd:
     def state_dict(self) -> dict[str, Any]:
         if self.when == "called":
             raise _ODD[self.which]()
-        return {"odd": self if self.when == "written" else None}
+        return {"odd": OddValue(self.which) if self.when == "written" else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
-
-    def __reduce__(self) -> Any:
-        raise _ODD[self.which]()
-
-    def __deepcopy__(self, memo: Any) -> Odd:
-        return self
 
 
 def _odd_errors(directory: Path, when: str, who: int | None) -> list[BaseException | None]:
     run = Run()
     found: list[BaseException | None] = []
-    torch.serialization.add_safe_globals([Odd])
+    torch.serialization.add_safe_globals([OddValue])
     with Checkpointer(directory) as checkpointer:
         for number, which in enumerate(_ODD):
             odd = Odd(which, when if who in (None, dist.get_rank()) else "")
