@@ -154,8 +154,10 @@ class Job:
             try:
                 work(random)
             except Exception as error:
-                if "interpreter shutdown" in str(error) and (daemon or not main.is_alive()):
-                    return  # Python starts no threads any more
+                if "interpreter shutdown" in str(error):
+                    # Python starts no threads any more. It says so from the end of the program on,
+                    # while the main thread may still count as alive.
+                    return
                 self.tell(f"wrong {type(error).__name__}: {error}")
                 raise
 
