@@ -225,6 +225,35 @@ def test_a_step_that_was_saved_twice_comes_there_though_a_rank_lost_its_first_fi
     ).read_bytes()
 
 
+def test_a_step_that_was_given_up_and_saved_again_is_not_lost(tmp_path, monkeypatch):
+    """The save removes the file of the first, and the mirror notices it before the save returns."""
+    upload = MountedTier.upload
+    is_back = threading.Event()
+
+    def fails(self: MountedTier, step: int, file: Path, passing: Any) -> None:
+        if not is_back.is_set():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        upload(self, step, file, passing)
+
+    monkeypatch.setattr(promotion, "_FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(MountedTier, "upload", fails)
+    with Checkpointer(tmp_path / "run", mirror=tmp_path / "mirror") as checkpointer:
+        promoting = checkpointer._promotion
+        submit = promoting.submit
+
+        def late(*args: Any, **kwargs: Any) -> None:
+            with promoting._changed:
+                assert promoting._changed.wait_for(lambda: not promoting._jobs, 60)
+            submit(*args, **kwargs)
+
+        checkpointer.save(10, state_of(1)).wait()
+        monkeypatch.setattr(promoting, "submit", late)
+        checkpointer.save(10, state_of(2)).wait()
+        is_back.set()
+        assert promoting.statistics.dropped == 1
+        assert checkpointer.wait_mirrored(60)
+
+
 # --- time ---
 
 

@@ -106,7 +106,7 @@ class Promotion:
         self._owes_newer = False  # whether `on_newer` is to be called
         self._promoted_steps: set[int] = set()
         self._branch = 0
-        self._has_lost = False
+        self._lost: set[int] = set()  # steps that were given up, since `wait` last told
         # The data files of what was submitted last, by step: those of ranks that have dropped an
         # earlier one tell that they have.
         self._files: dict[int, set[str]] = {}
@@ -151,6 +151,7 @@ class Promotion:
             # A step that was saved again: the files of the first save are gone.
             for earlier in [one for one in self._waiting() if one.step == step]:
                 self._drop(earlier, "it was saved again", is_lost=False)
+            self._lost.discard(step)
             self._jobs.append(job)
             if job.metadata:
                 self._remember(job)
@@ -196,7 +197,8 @@ class Promotion:
         """Called with the lock held."""
         self._jobs.remove(job)
         self._dropped += 1
-        self._has_lost |= is_lost
+        if is_lost:
+            self._lost.add(job.step)
         job.protection.release()
         with suppress(Exception):  # a program's handler of the log may raise
             _logger.warning("step %d is not brought to %s: %s", job.step, self.tier, why)
@@ -224,8 +226,8 @@ class Promotion:
         """
         with self._changed:
             is_over = self._changed.wait_for(lambda: not self._jobs, timeout)
-            has_lost, self._has_lost = self._has_lost, False
-            return is_over and not has_lost
+            lost, self._lost = self._lost, set()
+            return is_over and not lost
 
     def close(self, timeout: float | None) -> None:
         """Wait as ``wait`` does, and end the thread. What is not there by then is not brought there
