@@ -215,6 +215,7 @@ def test_what_is_done_under_another_default_device(done: Any, tmp_path: Path) ->
     assert same(found, expected)
 
 
+@pytest.mark.slow
 def test_nothing_is_made_without_its_device() -> None:
     """What torch makes without a device goes to the program's default device."""
     follow = {one.__name__ for one in _device_constructors()}

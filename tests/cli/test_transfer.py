@@ -167,6 +167,7 @@ def test_as_a_program(run: Path, tmp_path: Path) -> None:
     assert "model.safetensors" in done.stdout
 
 
+@pytest.mark.slow
 def test_convert_is_import(model: nn.Module, tmp_path: Path) -> None:
     torch.save({"net": model.state_dict(), "global_step": 3}, tmp_path / "old.pt")
     said = pyckpt_("convert", tmp_path / "old.pt", tmp_path / "run")

@@ -246,7 +246,7 @@ def _load_where_one_dies(_: Pipe, store: str, path: Path, rank: int, where: str)
     return caught.value.ranks, str(caught.value).partition(":")[0]
 
 
-@pytest.mark.parametrize("where", ["_is_bare", "load"])
+@pytest.mark.parametrize("where", [pytest.param("_is_bare", marks=pytest.mark.slow), "load"])
 def test_a_rank_that_dies_is_named(tmp_path: Path, where: str) -> None:
     pyckpt.save(dict(nn.Linear(3, 2).state_dict()), tmp_path / "bare")
     store = str(tmp_path / "store")

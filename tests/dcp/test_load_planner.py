@@ -1011,6 +1011,7 @@ def test_errors_that_do_not_pickle_reach_all_ranks(tmp_path: Path) -> None:
     run_ranks(2, fail_with_an_own_class, tmp_path)
 
 
+@pytest.mark.slow
 def test_failures_of_ranks(tmp_path: Path) -> None:
     save({"a": ONES}, tmp_path / "c")
     run_ranks(2, fail_on_ranks, tmp_path)

@@ -262,6 +262,7 @@ def results_sent(path: Path) -> list[tuple[bool, int]]:
     return sent
 
 
+@pytest.mark.slow
 def test_results_that_are_sent(tmp_path: Path) -> None:
     """All at first, and whenever lengths change; else four bytes an item."""
     outcomes = run_ranks(2, results_sent, tmp_path)

@@ -117,6 +117,7 @@ def over_columns(saved: TensorStorageMetadata) -> TensorStorageMetadata:
     return made
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(loads(), st.booleans())
 def test_it_reads_what_stock_reads(load: Any, each: bool) -> None:

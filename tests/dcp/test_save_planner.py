@@ -134,6 +134,7 @@ def test_one_path_saved_over(tmp_path: Path, small_engine: pyckpt.Engine) -> Non
         assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_no_python_for_single_items(tmp_path: Path, small_engine: pyckpt.Engine) -> None:
     """From the third save on, functions are called as often for 2,000 tensors as for 20."""
     calls = {}

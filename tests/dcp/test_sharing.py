@@ -351,7 +351,7 @@ def _load_with_little_memory(path: Path, victim: int, near: bool) -> int:
     return 0
 
 
-@pytest.mark.parametrize(("victim", "near"), [(0, False), (1, True), slow(1, False)])
+@pytest.mark.parametrize(("victim", "near"), [slow(0, False), (1, True), slow(1, False)])
 def test_no_rank_waits_for_one_without_memory(tmp_path: Path, victim: int, near: bool) -> None:
     """Wherever it runs out."""
     path = tmp_path / "checkpoint"
@@ -395,6 +395,7 @@ def _load_failing_at(path: Path) -> None:
     assert not _ends_alike(path)
 
 
+@pytest.mark.slow
 def test_no_rank_waits_for_one_that_fails(tmp_path: Path) -> None:
     """At any step."""
     path = tmp_path / "checkpoint"

@@ -549,6 +549,7 @@ def guard_fails_on_one_rank(path: Path) -> None:
             assert not (path / str(failing) / ".metadata").exists()
 
 
+@pytest.mark.slow
 def test_a_guard_that_fails_on_one_rank_fails_the_save(tmp_path: Path) -> None:
     run_ranks(2, guard_fails_on_one_rank, tmp_path)
 

@@ -73,6 +73,7 @@ torch.save(target, sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_where_pyckpt_cannot_be_imported(checkpoint: Path, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     result = tmp_path / "result.pt"

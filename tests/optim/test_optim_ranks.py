@@ -184,6 +184,7 @@ def fsdp() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_dtensor_state() -> None:
     for result in run_ranks(2, fsdp):
         assert set(result["kinds"]) == {"step", "exp_avg", "exp_avg_sq"}

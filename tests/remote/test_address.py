@@ -59,6 +59,7 @@ assert not errors, errors
 '''
 
 
+@pytest.mark.slow
 def test_a_store_is_opened_while_another_thread_imports_obstore() -> None:
     pytest.importorskip("obstore")
     done = subprocess.run([sys.executable, "-c", _TWO_THREADS], capture_output=True, text=True)

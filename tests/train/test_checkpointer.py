@@ -780,6 +780,7 @@ handle.committed.add_done_callback(lambda committed: print("committed", committe
 """
 
 
+@pytest.mark.slow
 def test_a_save_that_outlives_the_program(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", LEFT_OPEN, str(tmp_path)],

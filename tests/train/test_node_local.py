@@ -114,6 +114,7 @@ def _restore_in_pieces(base: Path, disks: str) -> tuple[int | None, bool]:
     return restore(base, disks, {})
 
 
+@pytest.mark.slow
 def test_pieces_travel_side_by_side(tmp_path):
     """Each node sends to others, and receives what it lacks, more pieces than are under way."""
     run_ranks(3, save, tmp_path, "012", [1], {})
@@ -190,6 +191,7 @@ def _restore_frozen(base: Path, disks: str) -> bool:
     return all(torch.equal(value, model[name]) for name, value in found.copy().items())
 
 
+@pytest.mark.slow
 def test_nodes_link_what_is_frozen(tmp_path):
     assert sum(run_ranks(2, _save_frozen, tmp_path, "01")) > 0
     assert run_ranks(2, _restore_frozen, tmp_path, "10") == [True, True]

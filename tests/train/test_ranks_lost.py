@@ -113,6 +113,7 @@ def _one_is_killed_after_another_has_left(
     return checkpointer._ranks.lost.ranks, str(checkpointer._ranks.lost)
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_left_is_not_named(tmp_path: Path) -> None:
     store, run = str(tmp_path / "store"), tmp_path / "run"
     function = _one_is_killed_after_another_has_left

@@ -86,6 +86,7 @@ def two_lives_in_one_store(folder: Path) -> list[tuple[tuple[int, ...], bool]]:
     return found
 
 
+@pytest.mark.slow
 def test_what_a_job_before_the_restart_left_in_the_store_is_not_counted(tmp_path: Path) -> None:
     first, second, third = run_ranks(3, two_lives_in_one_store, tmp_path)
     assert [rank[1][0] for rank in (first, second, third)] == [(1,), (), (1,)]
@@ -109,6 +110,7 @@ def first_meetings_under_one_name(_: Path, absent: int) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("absent", [0, 1])
 def test_ranks_before_a_restart_did_not_come_to_the_first_meeting(
     tmp_path: Path, absent: int
@@ -143,6 +145,7 @@ def test_a_rank_that_ends_a_meeting_ahead_of_the_others_is_missing(four: list[Ro
     assert _judged_by(four[:3]) == [[3], [3], [3]]
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_while_it_finds_out_leaves_that_to_the_others(
     four: list[RollCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:
