@@ -22,6 +22,7 @@ from pyckpt.dcp.packed_items import PackedItems
 from pyckpt.locks import fork_safe_lock
 
 __all__ = [
+    "Ahead",
     "Known",
     "KnownPlan",
     "New",
@@ -44,6 +45,11 @@ class Known(NamedTuple):
     name: str
     rank: int
     """Which of the plan's ranks the sender is."""
+
+
+class Ahead(NamedTuple):
+    """Sent beside a plan, in the place of what a writer says: the ranks plan, and nothing is
+    written yet."""
 
 
 class Turn(NamedTuple):

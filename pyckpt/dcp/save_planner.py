@@ -36,6 +36,7 @@ from pyckpt.dcp.leaves import is_memory, local_tensor, plans_itself
 from pyckpt.dcp.packed_items import ImpliedItems, PackedItems, PackedPaths, chosen, pack
 from pyckpt.dcp.parts import Part
 from pyckpt.dcp.plans import (
+    Ahead,
     Known,
     KnownPlan,
     New,
@@ -191,7 +192,7 @@ class SavePlanner(DefaultSavePlanner):
                     "between; the next save plans anew"
                 )
         # Only DirectWriter tells the coordinator of its part, and takes what is packed.
-        for_us = all(isinstance(plan.storage_data, Part) for plan in all_plans)
+        for_us = all(isinstance(plan.storage_data, Part | Ahead) for plan in all_plans)
         first, plan = known[0], before[0]
         if (
             first is not None

@@ -236,6 +236,26 @@ class PinnedStager:
                 wanted = bytes(len(leaves))
             return self._begin(recipe, leaves, wanted, direct=direct, busy=busy)
 
+    def outline(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+        """What copies of a state dict look like of which no tensor is wanted: plain tensors have no
+        memory. To plan a save by. Also the leaves of the state dict."""
+        with collector_paused():
+            recipe, leaves = self._recipes.of(state_dict)
+            native = _C.Staging(
+                self.engine.native,
+                sources := recipe.leaves.sources(leaves),
+                wanted=bytes(len(sources)),
+            )
+            try:
+                copies = native.take_tensors()
+                return recipe.tree.build(recipe.leaves.finish(leaves, copies)), leaves
+            finally:
+                native.release()
+
+    def adopt(self, state_dict: dict[str, Any], plan: KnownPlan) -> None:
+        """From now on, copy of such a state dict only what this rank writes by a plan."""
+        self._recipes.of(state_dict)[0].plan = plan
+
     def release_copies(self) -> None:
         """Give back the memory of all copies, for a caller that knows that no save is under way,
         and that none will begin with these copies."""

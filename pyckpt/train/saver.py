@@ -25,6 +25,7 @@ from pyckpt.errors import PyckptError, SaveError
 from pyckpt.format import commit
 from pyckpt.locks import fork_safe_lock
 from pyckpt.train.announcer import Announcer
+from pyckpt.train.first_plan import FirstPlan
 from pyckpt.train.frozen import FrozenParts
 from pyckpt.train.handle import Permission, ReportingWriter, SaveHandle
 from pyckpt.train.nodes.committing import NodeCommit
@@ -197,6 +198,8 @@ class Saver:
             step, self._catalog.path(step), self._announcer.reached, final=final, begun=begun
         )
         number = self.started + 1
+        doing = f"saving {handle.path}"
+        first = FirstPlan(self._ranks, doing) if number == 1 and self._ranks.size > 1 else None
         saving = self._announcer.activity_of(handle)
         done: Future[None] = Future()
         done.add_done_callback(lambda _: end(saving))
@@ -209,16 +212,31 @@ class Saver:
             self.handle = handle
             begin(saving)
             self._announcer.saving(handle)
-            self._launch(handle, done, turn, self._tree(step, state, metrics, final))
+            tree = self._tree(step, state, metrics, final)
+            if first is not None:
+                self._plan_first(first, tree)
+            self._launch(handle, done, turn, tree)
         except BaseException as error:
-            self._decline(handle, done, turn, error)
+            self._decline(handle, done, turn, error, first)
             if not isinstance(error, Exception):
                 raise
         handle.called()
         return handle
 
+    def _plan_first(self, first: FirstPlan, tree: dict[str, Any]) -> None:
+        outline, leaves = self._stager.outline(tree)
+        self._in_thread(lambda: first.make(outline))
+        plan = first.wait(leaves)
+        if plan is not None:
+            self._stager.adopt(tree, plan)
+
     def _decline(
-        self, handle: SaveHandle, done: Future[None], turn: threading.Lock, error: BaseException
+        self,
+        handle: SaveHandle,
+        done: Future[None],
+        turn: threading.Lock,
+        error: BaseException,
+        first: FirstPlan | None,
     ) -> None:
         """Take part in a save only to report that it fails, unless its thread has begun it."""
         failure = error if isinstance(error, Exception) else SaveError(f"interrupted: {error!r}")
@@ -230,6 +248,8 @@ class Saver:
                     # holds the call that made it.
                     self._stager.release_copies()
                 finally:
+                    if first is not None:
+                        first.make(None)
                     self._save(handle, done, {}, self._writer(handle, failure=failure))
 
         try:

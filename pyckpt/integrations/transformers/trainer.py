@@ -268,6 +268,9 @@ class CheckpointerMixin:
                 self._saved.add(step)
                 checkpointer.wait_staged()
             if self._me.args.save_strategy != "no":
+                if state["model"] is self._me.model:
+                    # Which shows whether other ranks have the same.
+                    state["model"] = self._me.model_wrapped
                 checkpointer._step_ended(state)
         if checkpointer.stop_requested:
             self._me.control.should_training_stop = True
