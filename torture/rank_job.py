@@ -35,6 +35,7 @@ from pyckpt.dcp.reader import DirectReader
 from pyckpt.dcp.save_planner import SavePlanner
 from pyckpt.dcp.stager import PinnedStager
 from pyckpt.dcp.writer import DirectWriter
+from pyckpt.train import first_plan
 from pyckpt.train.checkpointer import Checkpointer
 from pyckpt.train.handle import ReportingWriter
 from pyckpt.train.store import pruner
@@ -366,6 +367,7 @@ def _live(job: Job, rank: int, tell: Diary) -> None:
     warnings.simplefilter("ignore")
     logging.basicConfig(level=logging.WARNING)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    first_plan._WORTH_BYTES = 0  # small states, too, are copied by the plan
     promotion._FIRST_DELAY_SECONDS = 0.05
     timeout = timedelta(seconds=TIMEOUT_S)
     host, port = job.store

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import pyckpt
+from pyckpt.train import first_plan
 from pyckpt.train.store import pruner
 
 SAVE_EVERY = 3
@@ -107,6 +108,7 @@ def _last_step(folder: Path) -> int:
 
 
 def main(folder: Path) -> None:
+    first_plan._WORTH_BYTES = 0  # small states, too, are copied by the plan
     torch.set_num_threads(1)
     rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     tell = Activity(folder / "activity", life, rank)

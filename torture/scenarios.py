@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import pyckpt
 from pyckpt.tools import pruning
+from pyckpt.train import first_plan
 from pyckpt.train.store.retention import Retention
 from pyckpt.train.tiers import promotion
 from torture.supervisor import Link
@@ -99,6 +100,7 @@ class Job:
         # Of the default engine, which is made when it is first used. Its small slots let a file
         # take several writes.
         pyckpt.Engine.__init__.__defaults__ = (8 << 20, 32 << 10, 2)
+        first_plan._WORTH_BYTES = 0  # small states, too, are copied by the plan
         promotion._FIRST_DELAY_SECONDS = 0.02  # a mirror tries again after this and its multiples
         if stage.size > 1:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
