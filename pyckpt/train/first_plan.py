@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from pyckpt.dcp.ahead import plan_ahead
-from pyckpt.dcp.leaves import local_tensor
+from pyckpt.dcp.leaves import is_memory, local_tensor
 from pyckpt.dcp.plans import KnownPlan
 from pyckpt.train.sync.ranks import Ranks
 
@@ -90,6 +90,6 @@ def replicated_bytes(leaves: Iterable[Any]) -> int:
             sizes = leaf.device_mesh.shape
             if any(p.is_replicate() and n > 1 for p, n in zip(leaf.placements, sizes, strict=True)):
                 found += local_tensor(leaf).nbytes
-        elif isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+        elif isinstance(leaf, torch.Tensor) and is_memory(leaf):
             found += leaf.nbytes
     return found

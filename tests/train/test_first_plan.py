@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _ranks import run_ranks
 from torch import nn
+from torch.distributed._shard.sharded_tensor import Shard as OldShard
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -221,11 +223,13 @@ def _counted() -> list[int]:
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
     replicated = distribute_tensor(whole, mesh, [Replicate()])
     alone = DTensor.from_local(torch.zeros(4), both, [Shard(0), Replicate()])
-    return [replicated_bytes([one]) for one in (whole, sharded, replicated, alone, 3, None)]
+    shard = OldShard.from_tensor_and_offsets(torch.zeros(4), [4 * dist.get_rank()], dist.get_rank())
+    old = init_from_local_shards([shard], 8)
+    return [replicated_bytes([one]) for one in (whole, sharded, replicated, alone, old, 3, None)]
 
 
 def test_what_other_ranks_may_hold() -> None:
-    assert run_ranks(2, _counted) == [[32, 0, 32, 0, 0, 0]] * 2
+    assert run_ranks(2, _counted) == [[32, 0, 32, 0, 0, 0, 0]] * 2
 
 
 def _prepared() -> list[int]:
