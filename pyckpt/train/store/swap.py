@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -89,9 +88,16 @@ def temporary_directory(target: Path) -> Iterator[Path]:
         yield path
     finally:
         close_unwritten(descriptor)
-        # The next export tries again. Some errors come through in spite of ignore_errors.
-        with suppress(OSError):
-            shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):  # the next export tries again
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    # shutil.rmtree gives up where closing a directory fails, which has no effect on Linux.
+    for name in os.listdir(path):
+        with suppress(OSError):  # the directory cannot be removed, then
+            os.unlink(path / name)
+    os.rmdir(path)
 
 
 def _remove_unused(path: Path) -> None:
@@ -99,7 +105,7 @@ def _remove_unused(path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path)
+            _remove(path)
         finally:
             close_unwritten(descriptor)
 
