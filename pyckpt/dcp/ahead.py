@@ -4,6 +4,7 @@ what its rank writes."""
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from pyckpt.errors import PyckptError
 from pyckpt.private import DistWrapper
 
 __all__ = ["plan_ahead"]
+
+_logger = logging.getLogger("pyckpt")
 
 
 def plan_ahead(
@@ -31,7 +34,8 @@ def plan_ahead(
         process_group: the ranks, over whose first one they agree.
 
     Returns:
-        The plan; None if such state dicts have to be planned at each save.
+        The plan; None if such state dicts have to be planned at each save, or this rank cannot
+        keep it.
 
     Raises:
         CheckpointException: some rank could not plan, or could not say what it has; raised on all.
@@ -50,6 +54,11 @@ def plan_ahead(
         with portable_errors():
             return planner.create_global_plan(plans)[0]
 
-    planner.finish_plan(ranks.reduce_scatter("planning ahead", describe, decide))
+    answer = ranks.reduce_scatter("planning ahead", describe, decide)
+    try:
+        planner.finish_plan(answer)
+    except Exception as error:  # of this rank alone: it copies all, and says so when they save
+        _logger.debug("the plan that was made ahead cannot be kept: %s", error)
+        return None
     known = planner.known
     return known if known is not None and known.is_remembered() else None

@@ -145,6 +145,16 @@ def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return with_attributes(tensor.detach().to("cpu", copy=True), tensor)
 
 
+def _same_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    if plans_itself(tensor):
+        return _copy_tensor(tensor)
+    return with_attributes(tensor.detach(), tensor)
+
+
+def _same_object(value: Any) -> Any:
+    return copy_object(value) if plans_itself(value) else value
+
+
 def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """A DTensor placed as another is, with other memory."""
     make: Any = DTensor
@@ -201,6 +211,20 @@ class Leaves:
     def finish(self, leaves: list[Any], copies: list[Any]) -> list[Any]:
         """Make a list of copied leaves. ``copies`` are those of the `sources`, with None for a
         source that could not be copied as memory."""
+        return self._finish(leaves, copies, _copy_tensor, copy_object)
+
+    def outline(self, leaves: list[Any], copies: list[Any]) -> list[Any]:
+        """`finish`, but what is not plain memory is not copied, unless it says itself how it is to
+        be saved. Only types and shapes are to be looked at."""
+        return self._finish(leaves, copies, _same_tensor, _same_object)
+
+    def _finish(
+        self,
+        leaves: list[Any],
+        copies: list[Any],
+        copy_tensor: Callable[[torch.Tensor], torch.Tensor],
+        copy_object: Callable[[Any], Any],
+    ) -> list[Any]:
         count = len(leaves)
         done = copies[:count]
         at = count
@@ -210,7 +234,7 @@ class Leaves:
             parts = copies[at : at + len(sources)]
             at += len(sources)
             parts = [
-                _copy_tensor(source) if part is None else part
+                copy_tensor(source) if part is None else part
                 for source, part in zip(sources, parts, strict=True)
             ]
             done[leaf.index] = leaf.wrap(original, parts)
@@ -218,7 +242,7 @@ class Leaves:
             done[i] = copy_object(leaves[i])
         for i in _missing(done):
             leaf = leaves[i]
-            done[i] = _copy_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
+            done[i] = copy_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
         for i in self._with_attributes:
             done[i] = with_attributes(done[i], leaves[i])
         return done

@@ -237,8 +237,8 @@ class PinnedStager:
             return self._begin(recipe, leaves, wanted, direct=direct, busy=busy)
 
     def outline(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-        """What copies of a state dict look like of which no tensor is wanted: plain tensors have no
-        memory. To plan a save by. Also the leaves of the state dict."""
+        """What copies of a state dict look like, to plan a save by: plain tensors have no memory,
+        and all else is not copied. Also the leaves of the state dict."""
         with collector_paused():
             recipe, leaves = self._recipes.of(state_dict)
             native = _C.Staging(
@@ -248,7 +248,7 @@ class PinnedStager:
             )
             try:
                 copies = native.take_tensors()
-                return recipe.tree.build(recipe.leaves.finish(leaves, copies)), leaves
+                return recipe.tree.build(recipe.leaves.outline(leaves, copies)), leaves
             finally:
                 native.release()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from pyckpt.dcp.ahead import plan_ahead
 from pyckpt.dcp.leaves import is_memory, local_tensor
 from pyckpt.dcp.plans import KnownPlan
+from pyckpt.locks import fork_safe_lock
 from pyckpt.train.sync.ranks import Ranks
 
 __all__ = ["FirstPlan", "replicated_bytes"]
@@ -38,36 +38,44 @@ class FirstPlan:
 
     Args:
         ranks: all of which save.
-        doing: what to call the save in errors.
     """
 
-    def __init__(self, ranks: Ranks, doing: str) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._doing = doing
-        self._turn = threading.Lock()
+        self._turn = fork_safe_lock()
         self._plan: Future[KnownPlan | None] = Future()
 
-    def make(self, outline: dict[str, Any] | None) -> None:
+    @property
+    def is_made(self) -> bool:
+        """Whether the ranks have agreed, or failed to."""
+        return self._plan.done()
+
+    def make(self, outline: dict[str, Any] | None, doing: str) -> None:
         """Agree. Collective; called by the thread that saves, before the save, on all ranks. Calls
-        after the first do nothing. Does not raise: if it fails, the save says why, or copies all.
+        after the first do nothing, but wait for it: only one thread may talk to the other ranks.
+        Raises interrupts alone: if this fails, the save says why, or copies all.
 
         Args:
             outline: see `plan_ahead`; None on a rank whose save fails.
+            doing: what to call the save in errors.
         """
-        if not self._turn.acquire(blocking=False):
-            return
-        plan = None
-        try:
-            with self._ranks.meetings(1):
-                self._ranks.arrive()
-                plan = plan_ahead(outline, process_group=self._ranks.work)
-        except CheckpointException as error:
-            _logger.debug("the first save copies all: %s", error)
-        except Exception as error:
-            # The error is not one rank's, which would be sent to all: the collective failed.
-            self._ranks.lose(error, self._doing)
-        finally:
-            self._plan.set_result(plan)
+        with self._turn:
+            if self.is_made:
+                return
+            plan = None
+            try:
+                with self._ranks.meetings(1):
+                    self._ranks.arrive()
+                    plan = plan_ahead(outline, process_group=self._ranks.work)
+            except CheckpointException as error:
+                _logger.debug("the first save copies all: %s", error)
+            except BaseException as error:
+                # The error is not one rank's, which would be sent to all: the collective failed.
+                self._ranks.lose(error, doing)
+                if not isinstance(error, Exception):
+                    raise
+            finally:
+                self._plan.set_result(plan)
 
     def wait(self, leaves: Iterable[Any]) -> KnownPlan | None:
         """The plan, for the thread that trains; None if there is none, or it does not come soon, or

@@ -101,6 +101,7 @@ class Saver:
         # Kept from save to save, since both remember properties of the state.
         self._planner = SavePlanner()
         self._stager = PinnedStager(engine=engine)
+        self._first = FirstPlan(ranks) if ranks.size > 1 else None
         self._thread = self._new_thread()
         self._overwrite = True  # the argument of the save that was started last
         # Directories of saves that failed, and the data files that they may have left there; and of
@@ -198,8 +199,6 @@ class Saver:
             step, self._catalog.path(step), self._announcer.reached, final=final, begun=begun
         )
         number = self.started + 1
-        doing = f"saving {handle.path}"
-        first = FirstPlan(self._ranks, doing) if number == 1 and self._ranks.size > 1 else None
         saving = self._announcer.activity_of(handle)
         done: Future[None] = Future()
         done.add_done_callback(lambda _: end(saving))
@@ -213,30 +212,28 @@ class Saver:
             begin(saving)
             self._announcer.saving(handle)
             tree = self._tree(step, state, metrics, final)
-            if first is not None:
-                self._plan_first(first, tree)
+            self._plan_first(handle, tree)
             self._launch(handle, done, turn, tree)
         except BaseException as error:
-            self._decline(handle, done, turn, error, first)
+            self._decline(handle, done, turn, error)
             if not isinstance(error, Exception):
                 raise
         handle.called()
         return handle
 
-    def _plan_first(self, first: FirstPlan, tree: dict[str, Any]) -> None:
+    def _plan_first(self, handle: SaveHandle, tree: dict[str, Any]) -> None:
+        """Before the first copies: find out what this rank writes, if other ranks have the same."""
+        first = self._first
+        if first is None or first.is_made:
+            return
         outline, leaves = self._stager.outline(tree)
-        self._in_thread(lambda: first.make(outline))
+        self._in_thread(lambda: first.make(outline, f"saving {handle.path}"))
         plan = first.wait(leaves)
         if plan is not None:
             self._stager.adopt(tree, plan)
 
     def _decline(
-        self,
-        handle: SaveHandle,
-        done: Future[None],
-        turn: threading.Lock,
-        error: BaseException,
-        first: FirstPlan | None,
+        self, handle: SaveHandle, done: Future[None], turn: threading.Lock, error: BaseException
     ) -> None:
         """Take part in a save only to report that it fails, unless its thread has begun it."""
         failure = error if isinstance(error, Exception) else SaveError(f"interrupted: {error!r}")
@@ -248,8 +245,6 @@ class Saver:
                     # holds the call that made it.
                     self._stager.release_copies()
                 finally:
-                    if first is not None:
-                        first.make(None)
                     self._save(handle, done, {}, self._writer(handle, failure=failure))
 
         try:
@@ -356,6 +351,9 @@ class Saver:
     ) -> None:
         failure: BaseException | None = None
         try:
+            if self._first is not None:
+                # Made by now, unless this rank has no state.
+                self._first.make(None, f"saving {handle.path}")
             with self._ranks.meetings(2 if self._nodes is None else 2 + NodeCommit.MEETINGS):
                 if self._nodes is not None:
                     self._nodes.begin()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from pyckpt.errors import RanksLost, SaveError
 from pyckpt.train import first_plan
 from pyckpt.train.first_plan import replicated_bytes
 from pyckpt.train.prewarmer import Prewarmer
+from pyckpt.train.saver import Saver
 
 MIB = 1 << 20
 COUNT = 24
@@ -83,9 +86,9 @@ def _late(base: Path) -> tuple[int, bool]:
         make = first_plan.FirstPlan.make
         is_staged: Any = None
 
-        def late(self: first_plan.FirstPlan, outline: Any) -> None:
+        def late(self: first_plan.FirstPlan, outline: Any, doing: str) -> None:
             is_staged.result(60)
-            make(self, outline)
+            make(self, outline, doing)
 
         begin = PinnedStager.begin
 
@@ -94,8 +97,6 @@ def _late(base: Path) -> tuple[int, bool]:
             if not is_staged.done():
                 is_staged.set_result(None)
             return begun
-
-        from concurrent.futures import Future
 
         is_staged = Future()
         first_plan.FirstPlan.make = late  # type: ignore[method-assign]
@@ -144,6 +145,43 @@ def test_ranks_that_cannot_agree_copy_all(tmp_path: Path, fail: Callable[[], Non
         assert is_right
 
 
+def _cannot_keep(base: Path) -> tuple[int, bool]:
+    if dist.get_rank() == 1:
+        ahead.SavePlanner.finish_plan = _only_once(ahead.SavePlanner.finish_plan)
+    return _share(base, 60.0)
+
+
+def test_a_rank_that_cannot_keep_the_plan_copies_all(tmp_path: Path) -> None:
+    (share, is_right), (all_, is_right_too) = run_ranks(2, _cannot_keep, tmp_path)
+    assert all_ >= COUNT > share
+    assert is_right
+    assert is_right_too
+
+
+class Counted:
+    """An object that counts how often it is copied."""
+
+    copies = 0
+
+    def __deepcopy__(self, memo: object) -> Counted:
+        Counted.copies += 1
+        return self
+
+
+def _copied_once() -> int:
+    tensor = torch.eye(4).to_sparse()
+    stager = PinnedStager()
+    outline, leaves = stager.outline({"object": Counted(), "sparse": tensor, "w": torch.ones(4)})
+    assert leaves[1] is tensor
+    assert outline["w"].is_meta
+    assert outline["sparse"]._values().data_ptr() == tensor._values().data_ptr()
+    return Counted.copies
+
+
+def test_what_only_shows_its_shape_is_not_copied() -> None:
+    assert _copied_once() == 0
+
+
 class Breaks:
     def state_dict(self) -> dict[str, Any]:
         raise ValueError("no state")
@@ -189,6 +227,50 @@ def _interrupted(base: Path) -> tuple[bool, bool]:
 
 def test_an_interrupt_while_it_waits(tmp_path: Path) -> None:
     assert run_ranks(2, _interrupted, tmp_path) == [(False, True), (True, True)]
+
+
+def _interrupted_twice(base: Path) -> bool:
+    """The second time while it declines the save: the thread that trains reports that itself, and
+    the thread that saves is still waiting for rank 0 to plan."""
+    make, in_thread, wait = first_plan.FirstPlan.make, Saver._in_thread, first_plan.FirstPlan.wait
+    calls: list[object] = []
+    is_declined: Any = Future()
+
+    def late(self: first_plan.FirstPlan, outline: Any, doing: str) -> None:
+        if not self.is_made:
+            dist.barrier()
+        make(self, outline, doing)
+
+    def interrupted(self: first_plan.FirstPlan, leaves: Any) -> None:
+        raise KeyboardInterrupt
+
+    def interrupted_again(self: Saver, task: Any) -> None:
+        calls.append(task)
+        if len(calls) == 2:
+            is_declined.set_result(None)
+            raise KeyboardInterrupt
+        in_thread(self, task)
+
+    with Checkpointer(base) as checkpointer:
+        if dist.get_rank() == 0:
+            first_plan.FirstPlan.make = late  # type: ignore[method-assign]
+        else:
+            first_plan.FirstPlan.wait = interrupted  # type: ignore[method-assign]
+            Saver._in_thread = interrupted_again  # type: ignore[method-assign]
+            comes = threading.Thread(target=lambda: (is_declined.result(60), dist.barrier()))
+            comes.start()
+        with pytest.raises(KeyboardInterrupt) if dist.get_rank() == 1 else nullcontext():
+            checkpointer.save(1, state_of(1))
+        with pytest.raises(SaveError, match="interrupted"):
+            checkpointer.wait()
+        first_plan.FirstPlan.make, Saver._in_thread = make, in_thread
+        first_plan.FirstPlan.wait = wait
+        checkpointer.save(2, state_of(2)).wait()
+    return restored(base, 2)
+
+
+def test_one_thread_at_a_time_talks_to_the_other_ranks(tmp_path: Path) -> None:
+    assert run_ranks(2, _interrupted_twice, tmp_path) == [True, True]
 
 
 def _gone(base: Path) -> tuple[str, Sequence[int]]:
