@@ -28,7 +28,7 @@ from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format import commit
 from pyckpt.train.store import export as export_module
 from pyckpt.train.store import pieces, tensors
-from pyckpt.train.store.swap import MARK, new_file
+from pyckpt.train.store.swap import MARK, new_file, temporary_directory
 from pyckpt.train.store.tensors import _split
 
 FORMATS = ("safetensors", "torch")
@@ -429,3 +429,19 @@ def test_a_disk_that_takes_a_part_of_a_write_fails_the_export(format: Any, tmp_p
     assert max(size for name, size in sizes.items() if name != index) < sizes[index] - 1
     assert run_child(_limited, tmp_path, format, sizes[index] - 1) == f"{errno.EFBIG}"
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_directory_whose_closing_fails_is_removed(tmp_path, monkeypatch):
+    """Whatever `close` says, Linux has closed the descriptor."""
+    close = os.close
+
+    def fails(descriptor: int) -> None:
+        close(descriptor)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with pytest.raises(ValueError, match="no more"), temporary_directory(tmp_path) as temporary:
+        (temporary / "weights").write_bytes(b"some")
+        monkeypatch.setattr(os, "close", fails)
+        raise ValueError("no more")
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == []
