@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from pyckpt import _C
+from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format.columns import columns_of
 from pyckpt.format.metadata import StorageInfo
 from pyckpt.train.store.catalog import NOTE_KEY
@@ -54,7 +55,11 @@ class Value(NamedTuple):
 
 
 def values(metadata: Metadata, *, with_note: bool = False) -> Iterator[Value]:
-    """All values in the order of the metadata; the note of a `Checkpointer` if ``with_note``."""
+    """All values in the order of the metadata; the note of a `Checkpointer` if ``with_note``.
+
+    Raises:
+        CorruptCheckpoint: the metadata does not say where one lies.
+    """
     columns = columns_of(metadata)
     if columns is not None:
         for number in range(len(columns)):
@@ -71,20 +76,27 @@ def value(metadata: Metadata, key: str) -> Value:
 
     Raises:
         KeyError: there is none of that name.
+        CorruptCheckpoint: the metadata does not say where it lies.
     """
     saved = metadata.state_dict_metadata[key]
-    storage = metadata.storage_data or {}
     if not isinstance(saved, TensorStorageMetadata):
-        return Value(key, None, (), [_part((), (), storage[MetadataIndex(key)])])
+        return Value(key, None, (), [_part((), (), _place(metadata, MetadataIndex(key)))])
     parts = [
         _part(
             tuple(chunk.offsets),
             tuple(chunk.sizes),
-            storage[MetadataIndex(key, chunk.offsets, i)],
+            _place(metadata, MetadataIndex(key, chunk.offsets, i)),
         )
         for i, chunk in enumerate(saved.chunks)
     ]
     return Value(key, saved.properties.dtype, tuple(saved.size), parts)
+
+
+def _place(metadata: Metadata, index: MetadataIndex) -> StorageInfo:
+    place: StorageInfo | None = (metadata.storage_data or {}).get(index)
+    if place is None:
+        raise CorruptCheckpoint(f"the metadata does not say where {index.fqn!r} lies")
+    return place
 
 
 def _part(offsets: tuple[int, ...], sizes: tuple[int, ...], info: StorageInfo) -> Part:
