@@ -52,6 +52,8 @@ def check(metadata: Any) -> None:
         _malformed(f"it holds a {type(metadata).__name__}")
     if metadata.storage_meta is not None and type(metadata.storage_meta) is not StorageMeta:
         _malformed(f"its storage_meta is a {type(metadata.storage_meta).__name__}")
+    if any(type(name) is not str for name in vars(metadata)):
+        _malformed("an attribute of it has no name")
     places = _places(metadata.storage_data)
     for key, item in _dict(metadata.state_dict_metadata).items():
         if type(key) is not str:

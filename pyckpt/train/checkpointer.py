@@ -272,7 +272,6 @@ class Checkpointer(Finder):
                     self._mirror,
                     is_first=is_first,
                     retention=mirror_retention,
-                    overwrite=overwrite,
                     every=mirror_every,
                     bytes_per_second=mirror_rate,
                     protected=self._pruner.protected,
@@ -462,7 +461,12 @@ class Checkpointer(Finder):
             # Before the pruner, which would not know that the checkpoint is still needed.
             file, frozen = self._saver.own_files
             self._promotion.submit(
-                handle.step, handle.path, file, final=handle.final, frozen=frozen
+                handle.step,
+                handle.path,
+                file,
+                final=handle.final,
+                overwrite=self._saver.overwrites,
+                frozen=frozen,
             )
         if self._leads:
             self._pruner.committed(handle.step)
@@ -588,7 +592,7 @@ class Checkpointer(Finder):
     # --- keeping ----------------------------------------------------------------------------------
 
     def protect(self, step: int) -> Protection:
-        """Keep the checkpoint of a step from being pruned.
+        """Keep the checkpoint of a step from being pruned, in the directory and the mirror.
 
         It is kept until ``release`` of the `Protection` is called, until the end of the ``with``
         block that uses it, or until this Checkpointer ends. Call it on rank 0, which prunes; with

@@ -72,6 +72,7 @@ class Saver:
         failures: how many failed.
         writing: steps whose directories are being written.
         handle: the last save.
+        overwrites: whether it may replace a checkpoint of the same step.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Saver:
         self._stager = PinnedStager(engine=engine)
         self._first = FirstPlan(ranks) if ranks.size > 1 else None
         self._thread = self._new_thread()
-        self._overwrite = True  # the argument of the save that was started last
+        self.overwrites = True
         # Directories of saves that failed, and the data files that they may have left there; and of
         # saves that could not remove what they replaced. Kept by the rank that commits.
         self._remains: dict[Path, set[str]] = {}
@@ -194,7 +195,7 @@ class Saver:
         interrupts are raised here."""
         begun = time.perf_counter()
         self.wait()
-        self._overwrite = overwrite
+        self.overwrites = overwrite
         handle = SaveHandle(
             step, self._catalog.path(step), self._announcer.reached, final=final, begun=begun
         )
@@ -307,7 +308,7 @@ class Saver:
             arrive=self._ranks.arrive,
             frozen=None if failure is not None else self._frozen_save,
             stager=self._stager,
-            overwrite=self._overwrite,
+            overwrite=self.overwrites,
             direct=self._direct,
             engine=self._engine,
         )

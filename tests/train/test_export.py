@@ -439,9 +439,13 @@ def test_a_directory_whose_closing_fails_is_removed(tmp_path, monkeypatch):
         close(descriptor)
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    with pytest.raises(ValueError, match="no more"), temporary_directory(tmp_path) as temporary:
-        (temporary / "weights").write_bytes(b"some")
-        monkeypatch.setattr(os, "close", fails)
-        raise ValueError("no more")
+    def export() -> None:
+        with temporary_directory(tmp_path) as temporary:
+            (temporary / "weights").write_bytes(b"some")
+            monkeypatch.setattr(os, "close", fails)
+            raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        export()
     monkeypatch.undo()
     assert os.listdir(tmp_path) == []

@@ -49,5 +49,9 @@ class PromotionJob:
     metadata: bytes | None
     """Of the checkpoint, on ranks that need it, and empty on others; None until it was read."""
     since: float = field(default_factory=time.monotonic)
+    overwrite: bool = True
+    """Whether a checkpoint there of the same step may be replaced."""
+    is_clear: bool = False
+    """Whether it is known that none is there, if it may not."""
     frozen: tuple[Path, ...] = ()
     """Its files of frozen parts, which an earlier checkpoint there may have, too."""

@@ -51,10 +51,10 @@ class Promotion:
         tier: where to.
         is_first: whether this is rank 0.
         retention: what rank 0 keeps there.
-        overwrite: whether a checkpoint there may be replaced by one of the same step.
         every: promote the steps that are multiples of this, and final ones.
         bytes_per_second: the most that this rank copies; None for no bound.
-        protected: checkpoints that are not pruned locally, because they are still needed.
+        protected: checkpoints that are not pruned, locally and there. Those that are being brought
+            there are added.
         on_release: called when one of these is not needed any more.
         members: the ranks of this rank's node, if it prunes there and is not rank 0: it keeps a
             checkpoint until the files of all of them are there.
@@ -70,7 +70,6 @@ class Promotion:
         *,
         is_first: bool,
         retention: Retention,
-        overwrite: bool,
         every: int,
         bytes_per_second: float | None,
         protected: Protected,
@@ -89,7 +88,6 @@ class Promotion:
         self.tier = tier
         self._is_first = is_first
         self._retention = retention
-        self._overwrite = overwrite
         self._every = every
         self._throttle = Throttle(bytes_per_second)
         self._slowest = min(bytes_per_second or math.inf, _SLOWEST_BYTES_PER_SECOND)
@@ -123,6 +121,7 @@ class Promotion:
         file: Path | None,
         *,
         final: bool,
+        overwrite: bool = True,
         frozen: tuple[Path, ...] = (),
     ) -> None:
         """A checkpoint was committed locally. Called on all ranks.
@@ -131,10 +130,16 @@ class Promotion:
             path: its directory.
             file: the data file that this rank wrote; None if it wrote none.
             final: whether it is to be promoted whatever its step is.
+            overwrite: whether a checkpoint there of the same step may be replaced.
             frozen: this rank's files of frozen parts.
         """
-        if (step % self._every and not final) or self._is_superseded:
+        if step % self._every and not final:
             return
+        with self._changed:
+            if self._is_superseded:
+                self._lost.add(step)
+                self._dropped += 1
+                return
         metadata: bytes | None = b""
         if self._is_first or self._members:
             try:
@@ -146,7 +151,15 @@ class Promotion:
         protection = Protection(self._protected, step)
         with self._changed:
             job = PromotionJob(
-                step, path, file, protection, final, self._branch, metadata, frozen=frozen
+                step,
+                path,
+                file,
+                protection,
+                final,
+                self._branch,
+                metadata,
+                overwrite=overwrite,
+                frozen=frozen,
             )
             # A step that was saved again: the files of the first save are gone.
             for earlier in [one for one in self._waiting() if one.step == step]:
@@ -226,8 +239,10 @@ class Promotion:
         """
         with self._changed:
             is_over = self._changed.wait_for(lambda: not self._jobs, timeout)
+            if not is_over:
+                return False  # what was given up is told when all is over
             lost, self._lost = self._lost, set()
-            return is_over and not lost
+            return not lost
 
     def close(self, timeout: float | None) -> None:
         """Wait as ``wait`` does, and end the thread. What is not there by then is not brought there
@@ -292,7 +307,7 @@ class Promotion:
             try:
                 if job.metadata is None:
                     self._read_metadata(job)
-                if attempts == 1 and not self._overwrite:
+                if not (job.overwrite or job.is_clear):
                     self._refuse_another(job)
                 self._check_job(job)
                 self._copy(job)
@@ -344,8 +359,11 @@ class Promotion:
             self._remember(job)
 
     def _refuse_another(self, job: PromotionJob) -> None:
-        if commit.metadata_name() in self.tier.sizes(job.step):
+        # Rank 0 may commit this one while a rank that brings nothing looks.
+        brings = job.file is not None or job.frozen
+        if (brings or self._is_first) and commit.metadata_name() in self.tier.sizes(job.step):
             raise Stopped("a checkpoint of that step is there, and overwrite=False")
+        job.is_clear = True
 
     def _check_job(self, job: PromotionJob) -> None:
         """Raise if another job has begun to write there since this one did. Rank 0 begins; the
@@ -366,9 +384,13 @@ class Promotion:
                     "this rank no longer does"
                 )
             # Newer ones wait as soon as saves come fast, which says nothing of the first rank.
-            late = time.monotonic() - since > _GRACE_SECONDS
+            waited = time.monotonic() - since
+            late = waited > _GRACE_SECONDS
             if self._pause(delay, until_newer=late and not job.final):
                 raise Stopped("the first rank has not begun to write there, and newer ones wait")
+            if waited > _PATIENCE_SECONDS:
+                # Or it had begun, and another job has since.
+                raise Stopped("the first rank has not begun to write there")
             delay = min(2 * delay, _LAST_POLL_SECONDS)
         self._has_begun = True
 
@@ -403,7 +425,7 @@ class Promotion:
             self.tier.prune(
                 self._retention,
                 committed=job.step,
-                coming=_Coming(self._coming),
+                coming=_Staying(lambda: self._staying(job)),
                 passed=self._is_passed,
             )
         except (OSError, PyckptError) as error:
@@ -418,9 +440,12 @@ class Promotion:
             with suppress(Exception):  # a program's handler of the log may raise
                 self._on_newer(begun, newer)
 
-    def _coming(self) -> set[int]:
+    def _staying(self, committed: PromotionJob) -> set[int]:
+        """The steps that wait, and those that the program wants kept."""
         with self._changed:
-            return {one.step for one in self._waiting()}
+            waiting = {one.step for one in self._waiting()}
+        # A step is protected while it is brought there.
+        return waiting | self._protected.steps() - {committed.step}
 
     def _files_of(self, job: PromotionJob, ranks: Collection[int] | None = None) -> dict[str, int]:
         """The data files of a checkpoint, or those that some ranks wrote, and the bytes of each."""
@@ -491,8 +516,8 @@ class Promotion:
             return ends()
 
 
-class _Coming(Collection[int]):
-    """The steps that wait, at each look: more may come while a removal goes on."""
+class _Staying(Collection[int]):
+    """The steps that stay, at each look: more may come while a removal goes on."""
 
     def __init__(self, steps: Callable[[], set[int]]) -> None:
         self._steps = steps

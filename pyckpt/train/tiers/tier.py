@@ -142,7 +142,8 @@ class Tier(Protocol):
         Args:
             committed: the step that was just committed. It stays, even if there are newer ones, of
                 an earlier run, say.
-            coming: steps that are not there yet, or not all of them. They stay.
+            coming: steps that stay and are not counted: they are not there yet, or not all of
+                them, or the program wants them kept. May change.
             passed: whether the checkpoint of a step is not counted, and stays.
 
         Returns:
