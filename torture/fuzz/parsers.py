@@ -264,8 +264,12 @@ class Checkpoint(Parser):
             except self.documented:
                 failed = True
                 continue
-            loaded = {key: loaded[key] for key in self.saved if key in loaded}
-            right = may_differ or bool(unverified) or same(self.saved, loaded)
+            saved = self.saved
+            if into is None and self.by_stock:
+                # Objects of stock's are not verified. A report tells of them, and here is none.
+                saved = {k: value for k, value in saved.items() if isinstance(value, torch.Tensor)}
+            loaded = {key: loaded[key] for key in saved if key in loaded}
+            right = may_differ or bool(unverified) or same(saved, loaded)
             require(right, "other values were loaded without a word")
         return failed
 
@@ -338,7 +342,9 @@ class Object(Parser):
         Locator().locate(data[:HEAD_BYTES], data[-TAIL_BYTES:], len(data))
         with suppress(plain.NotPlain):
             plain.decode(data)
-        repr(objects.load(io.BytesIO(data), "key", device=torch.device("cpu")))
+        found = objects.load(io.BytesIO(data), "key", device=torch.device("cpu"))
+        with suppress(ValueError):  # torch cannot show a torch.Size of more than 64 bits
+            repr(found)
 
 
 class CheckpointNote(Parser):
