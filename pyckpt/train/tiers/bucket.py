@@ -33,6 +33,9 @@ _TOO_LARGE = re.compile(r"EntityTooLarge|InvalidRequest|\b413\b")
 
 _GENERATION = re.compile(r"generation-(\d{8,})")
 
+# What a URL does not keep as it is, or no object's name may have.
+_NOT_IN_A_URL = re.compile(r"[%#?\\\x00-\x1f\x7f\ud800-\udfff]|^ | $")
+
 
 @dataclass(frozen=True)
 class _Known:
@@ -60,10 +63,16 @@ class BucketTier:
 
     Raises:
         ImportError: obstore is not installed.
-        ValueError: the URL is of no kind that obstore knows.
+        ValueError: the URL is of no kind that obstore knows, or the names cannot be in a URL.
     """
 
     def __init__(self, url: str, root: Path, naming: Naming = DEFAULT) -> None:
+        if _NOT_IN_A_URL.search(naming.pattern):
+            raise ValueError(
+                f"naming={naming.pattern!r} makes names that a URL such as {url} cannot end in. "
+                "For a mirror in an object store, leave out '%', '#', '?', '\\', control "
+                "characters, and spaces at the ends"
+            )
         self._token = uuid.uuid4().hex
         self._url = url.rstrip("/")
         self._naming = naming
