@@ -16,9 +16,11 @@ from obstore.store import LocalStore
 import pyckpt
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.remote import folder, objects
+from pyckpt.train.store.names import Naming
 from pyckpt.train.tiers import promotion
 from pyckpt.train.tiers.bucket import BucketTier
 from pyckpt.train.tiers.mounted import MountedTier
+from pyckpt.train.tiers.opening import open_tier
 from pyckpt.train.tiers.tier import Stopped, Throttle
 
 
@@ -407,6 +409,17 @@ def test_names_are_the_same_in_the_mirror(tmp_path, mirror):
     shutil.rmtree(tmp_path / "run")
     with pyckpt.Checkpointer(tmp_path / "run", mirror=mirror, naming="checkpoint-{}") as found:
         assert found.restore(state_of(0)) == 4
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["a%20b{}", "x#{}", "a?b{}", "b\\{}", "{} ", " {}", "new\nline{}", "{}\x7f", "\udcff{}"],
+)
+def test_names_that_a_url_does_not_keep_are_refused(tmp_path, pattern):
+    naming = Naming(pattern)
+    with pytest.raises(ValueError, match="leave out"):
+        open_tier("memory:///x", tmp_path, naming)
+    open_tier(tmp_path / "mirror", tmp_path / "run", naming)
 
 
 def test_the_directory_cannot_mirror_itself(tmp_path):

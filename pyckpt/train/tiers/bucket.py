@@ -8,9 +8,11 @@ import re
 import socket
 import uuid
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -32,6 +34,9 @@ _COPY_BYTES_MAX = 5 << 30
 _TOO_LARGE = re.compile(r"EntityTooLarge|InvalidRequest|\b413\b")
 
 _GENERATION = re.compile(r"generation-(\d{8,})")
+
+# What a URL does not keep as it is, or no object's name may have.
+_NOT_IN_A_URL = re.compile(r"[%#?\\\x00-\x1f\x7f\ud800-\udfff]|^ | $")
 
 
 @dataclass(frozen=True)
@@ -60,10 +65,16 @@ class BucketTier:
 
     Raises:
         ImportError: obstore is not installed.
-        ValueError: the URL is of no kind that obstore knows.
+        ValueError: the URL is of no kind that obstore knows, or the names cannot be in a URL.
     """
 
     def __init__(self, url: str, root: Path, naming: Naming = DEFAULT) -> None:
+        if _NOT_IN_A_URL.search(naming.pattern):
+            raise ValueError(
+                f"naming={naming.pattern!r} makes names that a URL such as {url} cannot end in. "
+                "For a mirror in an object store, leave out '%', '#', '?', '\\', control "
+                "characters, and spaces at the ends"
+            )
         self._token = uuid.uuid4().hex
         self._url = url.rstrip("/")
         self._naming = naming
@@ -71,6 +82,8 @@ class BucketTier:
         self._objects = Objects(self._url)
         self._generation: int | None = None
         self._known: dict[int, _Known] = {}
+        self._replaced: dict[int, set[str]] = {}  # by step, data files that are still to be removed
+        self._is_swept = False
 
     def __str__(self) -> str:
         return self._url
@@ -86,12 +99,8 @@ class BucketTier:
 
     def holder(self) -> str | None:
         newest = max(self._generations(), default=None)
-        found = None
-        if newest is not None:
-            found = self._objects.read(f"{FOLDER}/generation-{newest:08d}")
-        if found is None:
-            return None  # nobody has begun, or a later one has just been taken
-        return found[0].decode("utf-8", "replace").rpartition(" ")[2]
+        # None also if a later one has just been taken.
+        return None if newest is None else self._holder_of(newest)
 
     def upload(self, step: int, file: Path, passing: Callable[[int], None]) -> None:
         name = f"{self._naming.name(step)}/{file.name}"
@@ -125,15 +134,25 @@ class BucketTier:
         return self._objects.list(f"{self._naming.name(step)}/")
 
     def commit(self, step: int, metadata: bytes, files: Collection[str]) -> None:
-        self._fence()
         folder = self._naming.name(step)
-        name = f"{folder}/{commit.metadata_name()}"
+        name, mark = (f"{folder}/{one}" for one in (commit.metadata_name(), commit.mark_name()))
         found = self._objects.read(name)
-        replaced = set() if found is None else _files_of(found[0], name)
-        # In a store without conditions the fence alone keeps jobs apart.
+        if found is not None:
+            # Also those of an attempt that failed after its commit.
+            self._replaced.setdefault(step, set()).update(_files_of(found[0], name))
+        replaced = self._replaced.get(step, set()) - set(files)
+        if replaced:
+            # A kill after the commit leaves them: by this, the next job knows them (`_sweep`).
+            self._objects.put(mark, "\n".join(sorted(replaced)).encode())
+        # After the read. So what another job commits that begins after this look is another version
+        # than the one that is replaced. In a store without conditions, the fence alone keeps jobs
+        # apart.
+        self._fence()
         self._objects.replace(name, metadata, None if found is None else found[1])
-        gone = {commit.mark_name(), *(replaced - set(files))}
-        self._objects.delete(f"{folder}/{one}" for one in gone)
+        if replaced:
+            self._fence()  # a job that has begun since may use files of frozen parts again
+        self._objects.delete([mark, *(f"{folder}/{one}" for one in replaced)])
+        self._replaced.pop(step, None)
 
     def newest(
         self, limit: int | None = None, without: Collection[int] = ()
@@ -167,27 +186,71 @@ class BucketTier:
         self._fence()
         steps = [step for step in self._steps() if step not in coming and not passed(step)]
         examined = {step: self._examine(step) for step in steps}
+        tags = {step: self._known[step].tag for step, one in examined.items() if one is not None}
         valid = [one for one in examined.values() if one is not None]
         newest = max((one.step for one in valid), default=-1)
         going = surplus(valid, retention, protected=(committed,))
-        leftover = [
+        leftover = [step for step, one in examined.items() if one is None and step < newest]
+        removed = [
             step
-            for step, one in examined.items()
-            if one is None and step < newest and self._is_leftover(step)
+            for step in [*leftover, *going]
+            if step not in coming and self._remove(step, tags.get(step))
         ]
-        for step in [*leftover, *going]:
-            folder = self._naming.name(step)
-            # First what makes it count; after that it is what an upload has left.
-            self._mark(step)
-            self._objects.delete([f"{folder}/{commit.metadata_name()}"])
-            self._objects.delete(f"{folder}/{name}" for name in self.sizes(step))
-            self._known.pop(step, None)
-        return going
+        if not self._is_swept:
+            for step in tags.keys() - set(removed):
+                if step not in coming:
+                    self._sweep(step, self._known[step].files)
+            self._is_swept = True
+        return [step for step in going if step in removed]
 
-    def _is_leftover(self, step: int) -> bool:
-        """Whether all that is there of a step is what an interrupted upload, or removal, left."""
+    def _remove(self, step: int, tag: str | None) -> bool:
+        """Remove a checkpoint, or what an interrupted upload, or removal, has left.
+
+        Args:
+            tag: of the checkpoint's metadata; None for what has none.
+
+        Returns:
+            Whether it did. It leaves alone what is not, or no longer, what the caller has seen.
+
+        Raises:
+            Superseded: another job has begun to write there.
+        """
+        folder = self._naming.name(step)
         names = self.sizes(step)
-        return commit.mark_name() in names and all(map(commit.is_part, names))
+        if tag is None:
+            if commit.mark_name() not in names or not all(map(commit.is_part, names)):
+                return False
+        elif self._tag(f"{folder}/{commit.metadata_name()}") != tag:
+            return False  # it was saved again
+        # After the looks above. So no job that could save the step again had begun by then. One
+        # that begins after this look, and commits the step before the deletions, loses its
+        # metadata: few stores delete on a condition. Its data has other names than what is listed
+        # here, except for files of frozen parts.
+        self._fence()
+        # First what makes it count; after that it is what an upload has left.
+        self._mark(step)
+        if tag is not None:
+            self._objects.delete([f"{folder}/{commit.metadata_name()}"])
+        gone = {*names, commit.mark_name()} - {commit.metadata_name()}
+        self._objects.delete(f"{folder}/{name}" for name in gone)
+        self._known.pop(step, None)
+        return True
+
+    def _sweep(self, step: int, files: Collection[str]) -> None:
+        """Remove what a checkpoint has replaced, if the job that committed it was interrupted.
+
+        Args:
+            files: the names of the data files that its metadata names.
+        """
+        folder = self._naming.name(step)
+        mark = f"{folder}/{commit.mark_name()}"
+        said = self._objects.read(mark)
+        if said is None or not said[0]:
+            return  # nothing was, or the mark is that of another upload
+        lines = said[0].decode("utf-8", "replace").split("\n")
+        replaced = {name for name in lines if commit.is_data_file(name, None)}
+        self._fence()
+        self._objects.delete([mark, *(f"{folder}/{one}" for one in replaced - set(files))])
 
     # --- what is there ---
 
@@ -208,7 +271,7 @@ class BucketTier:
         try:
             with telling(f"{self._url}/{name}"):
                 found = obstore.get(self._objects.store, name)
-                tag = found.meta["e_tag"] or str(found.meta["last_modified"])
+                tag = _tag_of(found.meta)
                 known = self._known.get(step)
                 if known is None or known.tag != tag:
                     if found.meta["size"] > metadata_format.SIZE_MAX:
@@ -223,6 +286,16 @@ class BucketTier:
             return None
         self._known[step] = known
         return known.checkpoint
+
+    def _tag(self, name: str) -> str | None:
+        """What tells an object from others of its name; None if there is none."""
+        import obstore
+
+        try:
+            with telling(f"{self._url}/{name}"):
+                return _tag_of(obstore.head(self._objects.store, name))
+        except FileNotFoundError:
+            return None
 
     def _read(self, step: int, tag: str, data: bytes) -> _Known:
         place = self.place(step)
@@ -263,38 +336,72 @@ class BucketTier:
             Superseded: another job has.
         """
         generations = self._generations()
-        newest = max(generations, default=0)
         if self._generation is None:
-            self._generation = self._take(newest)
-            older = [n for n in generations if n < self._generation]
-            self._objects.delete([f"{FOLDER}/generation-{n:08d}" for n in older])
-        elif newest != self._generation:
+            self._generation = self._take(max(generations, default=0))
+        elif not self._is_newest(self._generation, generations):
             raise Superseded(
                 f"{self._url}: another job has begun to write there since this job did, so this "
                 "one no longer does. If it is the one that should, end the other and start it again"
             )
+        older = [n for n in generations if n < self._generation]
+        if older:
+            with suppress(OSError):  # they do no harm, and the next look tries again
+                self._objects.delete(map(_generation_name, older))
+
+    def _is_newest(self, own: int, generations: Collection[int]) -> bool:
+        """Whether no other job has begun since this one did.
+
+        Args:
+            own: the generation of this job.
+            generations: those that are there.
+        """
+        if max(generations, default=0) > own:
+            return False
+        holder = self._holder_of(own)
+        if holder is None and not generations:
+            # A rule of the bucket, or a person, has removed all of them. One that is there would be
+            # of a job that has begun after that.
+            return self._make(own)
+        return holder == self._token
 
     def _take(self, newest: int) -> int:
+        while not self._make(newest := newest + 1):
+            pass  # another job has it
+        return newest
+
+    def _make(self, generation: int) -> bool:
+        """Make the object of a generation. Returns whether it is this job's, and not another's."""
         import obstore
 
         content = f"{socket.gethostname()} {os.getpid()} {self._token}".encode()
-        while True:
-            newest += 1
-            name = f"{FOLDER}/generation-{newest:08d}"
-            try:
-                with telling(f"{self._url}/{name}"):
-                    obstore.put(
-                        self._objects.store, name, content, mode="create", use_multipart=False
-                    )
-            except FileExistsError:
-                continue  # another job has it
-            except NotImplementedError:
-                obstore.put(self._objects.store, name, content, use_multipart=False)
-            return newest
+        name = _generation_name(generation)
+        try:
+            with telling(f"{self._url}/{name}"):
+                obstore.put(self._objects.store, name, content, mode="create", use_multipart=False)
+        except FileExistsError:
+            # Also if the answer to the first request was lost, and obstore has repeated it.
+            return self._holder_of(generation) == self._token
+        except NotImplementedError:
+            self._objects.put(name, content)
+        return True
+
+    def _holder_of(self, generation: int) -> str | None:
+        """The token of the job that has a generation; None if none has."""
+        found = self._objects.read(_generation_name(generation))
+        return None if found is None else found[0].decode("utf-8", "replace").rpartition(" ")[2]
 
     def _generations(self) -> list[int]:
         matches = map(_GENERATION.fullmatch, self._objects.list(f"{FOLDER}/"))
         return [int(match[1]) for match in matches if match is not None]
+
+
+def _generation_name(generation: int) -> str:
+    return f"{FOLDER}/generation-{generation:08d}"
+
+
+def _tag_of(meta: Any) -> str:
+    """From what obstore says of an object."""
+    return meta["e_tag"] or str(meta["last_modified"])
 
 
 def _files_of(data: bytes, name: str) -> set[str]:

@@ -25,7 +25,8 @@ def open_tier(address: str | os.PathLike[str], root: Path, naming: Naming) -> Ti
 
     Raises:
         ImportError: it is a URL, and obstore is not installed.
-        ValueError: it is a URL of no kind that obstore knows, or ``root`` itself.
+        ValueError: it is a URL of no kind that obstore knows, or one below which checkpoints of
+            such names cannot be; or it is ``root`` itself.
     """
     path = local_path(address)
     if is_url(path):
