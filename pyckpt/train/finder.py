@@ -59,6 +59,9 @@ class Finder:
     def checkpoints(self, *, verify: bool = False) -> list[CheckpointInfo]:
         """The valid checkpoints, oldest first; also those that are in the mirror alone.
 
+        If the directory and the mirror have different saves of a step, it is that in the directory,
+        and ``mirror`` is None.
+
         A checkpoint is valid if its metadata is complete, and all its files are there and of the
         right size.
 
@@ -69,8 +72,10 @@ class Finder:
         found = {one.checkpoint.step: one.checkpoint for one in entries if one.checkpoint}
         if self._mirror is not None:
             for there in self._mirror.checkpoints():
-                here = found.get(there.step)
-                found[there.step] = there if here is None else replace(here, mirror=there.mirror)
+                here = found.setdefault(there.step, there)
+                # A step that was saved again need not have come there: the mirror has another save.
+                if here.save_id == there.save_id:
+                    found[there.step] = replace(here, mirror=there.mirror)
         return [found[step] for step in sorted(found)]
 
     def inspect(self, *, verify: bool = False) -> list[DirectoryEntry]:

@@ -20,13 +20,13 @@ from pyckpt.dcp.renaming import Rename, function_of, stored_keys
 from pyckpt.dcp.report import LoadReport, some
 from pyckpt.dcp.together import gather, together
 from pyckpt.engine import Engine
-from pyckpt.errors import CorruptCheckpoint, LoadError, RanksLost
+from pyckpt.errors import CorruptCheckpoint, LoadError, PyckptError, RanksLost
 from pyckpt.remote.address import is_url
 from pyckpt.train.announcer import Announcer
 from pyckpt.train.nodes.reading import NodeReader
 from pyckpt.train.nodes.restoring import NodeRestore
 from pyckpt.train.state.app_state import AppState
-from pyckpt.train.store.catalog import Catalog, CheckpointInfo, reading
+from pyckpt.train.store.catalog import Catalog, CheckpointInfo, DirectoryEntry, reading
 from pyckpt.train.store.pieces import Direct, verify
 from pyckpt.train.store.transient import DELAYS, Failure, failure_of
 from pyckpt.train.sync.ranks import Ranks
@@ -37,6 +37,9 @@ __all__ = ["LoadOptions", "Restorer"]
 _logger = logging.getLogger("pyckpt")
 
 T = TypeVar("T")
+
+_NEWER_TOLD = 5
+"""How many newer checkpoints in the mirror are named."""
 
 
 def _which(numbers: Sequence[int]) -> str:
@@ -111,6 +114,7 @@ class Restorer:
         # directory, since they proved corrupt there on some rank.
         self._distrusted_there: set[int] = set()
         self._not_here: set[int] = set()
+        self._mirror_failed = False  # in the restore that is under way, on this rank
         self._catalog = catalog
         self._ranks = ranks
         self._direct: Direct = direct
@@ -136,6 +140,9 @@ class Restorer:
             if found is not None:
                 self._announcer.restored(found, here.seconds, self.report)
                 self._tell_newer(found)
+                # Otherwise the newest one that the mirror has was looked for.
+                if step is not None:
+                    self._tell_newer_in_mirror(found)
                 self._tell_differing(found)
         return None if found is None else found.step
 
@@ -151,6 +158,7 @@ class Restorer:
         self._refuse_unusable(state, options)
         limit = step
         first: Exception | None = None
+        self._mirror_failed = False
         if self._nodes is not None:
             self._nodes.settle()
         while True:
@@ -236,7 +244,7 @@ class Restorer:
                 not_mirrored=self._distrusted_there,
             )
         while True:
-            mine = self._together(partial(self._newest, limit), "looking for checkpoints")
+            mine = self._together(partial(self._newest, limit, exactly), "looking for checkpoints")
             number = -1 if mine is None else mine.step
             if exactly is not None and number != exactly:
                 number, mine = -1, None
@@ -299,8 +307,14 @@ class Restorer:
         common = set.intersection(*every)
         return saves[max(common, key=lambda save: (first.count(save), save))] if common else None
 
-    def _newest(self, limit: int | None) -> CheckpointInfo | None:
-        """The newest checkpoint up to a step that this rank sees, here or in the mirror."""
+    def _newest(self, limit: int | None, exactly: int | None) -> CheckpointInfo | None:
+        """The newest checkpoint up to a step that this rank sees, here or in the mirror.
+
+        Raises:
+            OSError: the mirror cannot be reached, and it may have the only whole copy of a step
+                that is wanted: the step ``exactly``, or one that is newer than all that are whole
+                here.
+        """
         found = self._catalog.newest_first(limit)
         here = next(
             (one for one in found if one.step not in self._not_here and not one.elsewhere), None
@@ -310,13 +324,26 @@ class Restorer:
         try:
             there = self._mirror.newest(limit, without=self._distrusted_there)
         except OSError as error:
-            if here is None:
+            self._mirror_failed = True
+            lost = self._lost_here(-1 if here is None else here.step, limit)
+            if lost:
+                text = "%s; it is not passed over, since the mirror may have it whole: %s"
+                _logger.error(text, lost[0], error)
+            if lost or here is None or (exactly is not None and here.step != exactly):
                 raise
             _logger.error("the mirror may have a newer checkpoint than %s: %s", here.path, error)
             return here
         if there is None or (here is not None and here.step >= there.step):
             return here
         return there
+
+    def _lost_here(self, step: int, limit: int | None) -> list[DirectoryEntry]:
+        """Newer checkpoints than a step, up to a limit, that were committed in the directory and
+        are not whole there. Newest first, without those that proved corrupt in the mirror, too."""
+        newer = [s for s in self._catalog.steps() if s > step and (limit is None or s <= limit)]
+        entries = [self._catalog.examine(s) for s in newer if s not in self._distrusted_there]
+        # One that looks valid was passed over, because it proved corrupt, or is a part.
+        return [entry for entry in entries if entry.state in ("damaged", "valid")]
 
     def _turn_to_mirror(self, found: CheckpointInfo) -> bool:
         """After a checkpoint that some ranks read in the directory proved corrupt: whether all are
@@ -504,15 +531,35 @@ class Restorer:
             _logger.warning("cannot tell what is newer than %s: %s", found.path, error)
             return
         for entry in entries:
-            if entry.state == "valid" and entry.step not in self.distrusted:
-                _logger.warning(
-                    "%s is newer than step %d, which was restored; the next restore will find it "
-                    "first, unless it is moved away",
-                    entry.path,
-                    found.step,
-                )
+            if entry.checkpoint is not None and entry.step not in self.distrusted:
+                self._warn_of_newer(entry.checkpoint, found)
             else:
                 _logger.warning("passed over %s", entry)
+
+    def _tell_newer_in_mirror(self, found: CheckpointInfo) -> None:
+        # A mirror that is down may take long to say so, and was told of.
+        if self._ranks.rank or self._mirror is None or self._mirror_failed:
+            return
+        limit: int | None = None
+        try:
+            # Each takes requests to a store, and those that are named show what to move away.
+            for _ in range(_NEWER_TOLD):
+                there = self._mirror.newest(limit, without=self._distrusted_there)
+                if there is None or there.step <= found.step:
+                    return
+                self._warn_of_newer(there, found)
+                limit = there.step - 1
+        except (OSError, PyckptError) as error:  # do not raise: the other ranks have finished
+            text = "cannot tell what %s has that is newer than step %d: %s"
+            _logger.warning(text, self._mirror, found.step, error)
+
+    def _warn_of_newer(self, newer: CheckpointInfo, found: CheckpointInfo) -> None:
+        _logger.warning(
+            "%s is newer than step %d, which was restored; the next restore will find it first, "
+            "unless it is moved away",
+            newer.place,
+            found.step,
+        )
 
     def _log(self, level: int, text: str, *args: object) -> None:
         """Log what all ranks could log, once."""

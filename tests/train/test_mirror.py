@@ -249,6 +249,20 @@ def test_a_step_that_is_saved_again_replaces_that_in_the_mirror(tmp_path, mirror
     assert torch.equal(pyckpt.load(f"{mirror}/step-00000001")["w"], state_of(9)["w"])
 
 
+def test_what_the_mirror_has_of_a_step_is_told_apart_from_what_is_here(tmp_path, mirror, caplog):
+    with pyckpt.Checkpointer(tmp_path / "run", mirror=mirror) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state_of(step)).wait()
+            assert checkpointer.wait_mirrored(60)
+    with pyckpt.Checkpointer(tmp_path / "run", mirror=mirror, mirror_every=1000) as checkpointer:
+        checkpointer.save(1, state_of(9)).wait()
+        found = [(one.step, one.is_local, one.mirror) for one in checkpointer.checkpoints()]
+        assert found == [(1, True, None), (2, True, f"{mirror}/step-00000002")]
+        shutil.rmtree(tmp_path / "run" / "step-00000002")
+        assert checkpointer.restore(state_of(0), step=1) == 1
+    assert f"{mirror}/step-00000002 is newer than step 1, which was restored" in caplog.text
+
+
 def test_remains_of_an_upload_are_removed_by_the_next_run(tmp_path, mirror):
     with pyckpt.Checkpointer(tmp_path / "run", mirror=mirror) as checkpointer:
         checkpointer.save(1, state_of(1)).wait()

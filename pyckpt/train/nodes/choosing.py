@@ -36,6 +36,10 @@ class _Sight:
     """Those that are in its directory, with all their bytes."""
     mirror_id: str | None = None
     """Of the valid checkpoint in the mirror; None if there is none."""
+    is_known: bool = False
+    """Whether its directory tells that the step was committed, even if nothing can be read."""
+    mirror_failed: bool = False
+    """Whether this node could not look into the mirror."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Chooser:
         self._catalog = catalog
         self._nodes = nodes
         self._mirror = mirror
-        self._mirror_error = ""
+        self._mirror_error: OSError | None = None
         self.places = Places({}, {}, (), (), None)
         """Of the checkpoint that was found last."""
 
@@ -91,7 +95,10 @@ class Chooser:
         Raises:
             FileNotFoundError: the checkpoint of step ``exactly`` is not there, or not all of it.
             LoadError: there are checkpoints, and of each something is missing.
+            OSError: a node cannot look into the mirror, which may have the step ``exactly``, or one
+                that the nodes have a part of and that is newer than what they have all of.
         """
+        self._mirror_error = None
         problems: list[str] = []
         while True:
             latest = partial(self._latest, limit, not_mirrored)
@@ -112,6 +119,14 @@ class Chooser:
             if found is not None:
                 return found
             missing = self._missing(step, sights)
+            known = exactly is not None or any(sight.is_known for sight in sights)
+            if known and any(sight.mirror_failed for sight in sights):
+                self._log(
+                    logging.ERROR,
+                    "%s; it is not passed over, since the mirror cannot be reached and may have it",
+                    missing,
+                )
+                self._nodes.together("looking at the mirror", self._raise_mirror_error)
             if exactly is not None:
                 path = str(self._catalog.path(step))
                 raise FileNotFoundError(errno.ENOENT, f"no valid checkpoint: {missing}", path)
@@ -126,25 +141,38 @@ class Chooser:
         if not self._nodes.is_first:
             return -1
         steps = [step for step in self._catalog.steps() if limit is None or step <= limit]
-        name = commit.metadata_name()
-        here = next((s for s in steps if (self._catalog.path(s) / name).exists()), -1)
-        there = self._in_mirror(limit, not_mirrored, is_needed=here < 0)
+        there = self._in_mirror(limit, not_mirrored)
+        here = next((step for step in steps if self._is_known(step)), -1)
+        if here < 0:
+            self._raise_mirror_error()
         return here if there is None else max(here, there.step)
 
-    def _in_mirror(
-        self, limit: int | None, without: Collection[int], *, is_needed: bool
-    ) -> CheckpointInfo | None:
-        if self._mirror is None:
+    def _is_known(self, step: int) -> bool:
+        """Whether the directory of this node tells that a step was committed. If its metadata is
+        lost, only the mirror may have it, so that counts while the mirror cannot be reached."""
+        path = self._catalog.path(step)
+        if (path / commit.metadata_name()).exists():
+            return True
+        return self._mirror_error is not None and self._catalog.examine(step).state == "damaged"
+
+    def _in_mirror(self, limit: int | None, without: Collection[int]) -> CheckpointInfo | None:
+        # A mirror that is down may take long to say so: it is asked once.
+        if self._mirror is None or self._mirror_error is not None:
             return None
         try:
             return self._mirror.newest(limit, without=without)
         except OSError as error:
-            if is_needed:
-                raise
+            self._mirror_error = error
             self._log(
                 logging.ERROR, "the mirror may have a newer checkpoint than this node: %s", error
             )
             return None
+
+    def _raise_mirror_error(self) -> None:
+        # Its traceback holds what is being restored, so this does not keep it.
+        error, self._mirror_error = self._mirror_error, None
+        if error is not None:
+            raise error
 
     def _look(self, step: int, local: bool, mirrored: bool) -> _Sight:
         if not self._nodes.is_first:
@@ -164,10 +192,11 @@ class Chooser:
         here = frozenset(name for name, size in files.items() if _size(path / name) == size)
         mirror_id = None
         if mirrored:
-            there = self._in_mirror(step, (), is_needed=False)
+            there = self._in_mirror(step, ())
             if there is not None and there.step == step:
                 mirror_id = there.save_id or "unnamed"
-        return _Sight(save_id, files, here, mirror_id)
+        failed = mirrored and self._mirror_error is not None
+        return _Sight(save_id, files, here, mirror_id, self._is_known(step), failed)
 
     # --- of what all nodes said ---
 
