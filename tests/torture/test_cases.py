@@ -134,7 +134,9 @@ def test_what_is_sound_passes(case: str, tmp_path: Path) -> None:
         "dcp-save@1/0:close:checkpoint/__0_ID.distcp:3=error=EIO",
         "dcp-save@1/0:close:checkpoint:3=error=EIO",
         # Of what an export that fails leaves.
-        "export@1/0:newfstatat:export/.pyckpt-export-ID:2=stays=EMFILE",
+        "export@1/0:openat:export/.pyckpt-export-ID:2=stays=EMFILE",
+        "export@1/0:pwrite64:export/.pyckpt-export-ID/model-00002-of-00002.safetensors:1=stays=EIO;"
+        "+0:1=stays=EDQUOT",
         "restore@2/0:newfstatat:run/step-00000002/__0_ID.distcp:1=stays=EIO",
     ],
 )
