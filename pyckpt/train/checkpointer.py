@@ -412,7 +412,7 @@ class Checkpointer(Finder):
 
         Returns:
             Whether they are there; True without a mirror. False also if one was given up since the
-            last call. On rank 0 they are committed there.
+            last call that did not time out. On rank 0 they are committed there.
         """
         return self._promotion is None or self._promotion.wait(timeout)
 

@@ -24,7 +24,7 @@ __all__ = ["FirstPlan", "replicated_bytes"]
 _logger = logging.getLogger("pyckpt")
 
 _WORTH_BYTES = 16 << 20
-"""Copying less takes no longer than agreeing."""
+"""For less, training does not wait."""
 _PATIENCE_SECONDS = 5.0
 
 

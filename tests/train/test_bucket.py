@@ -50,7 +50,7 @@ class Job:
 
     def prune(self, committed: int) -> list[int]:
         return self.tier.prune(
-            Retention(1), committed=committed, coming=(), passed=lambda step: False
+            Retention(1), committed=committed, staying=(), passed=lambda step: False
         )
 
 

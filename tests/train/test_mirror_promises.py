@@ -31,21 +31,6 @@ def impatient(monkeypatch):
     monkeypatch.setattr(promotion, "_FIRST_POLL_SECONDS", 0.01)
 
 
-def test_what_a_job_saves_after_it_was_replaced_is_not_said_to_be_there(tmp_path):
-    mirror = tmp_path / "mirror"
-    with pyckpt.Checkpointer(tmp_path / "old", mirror=mirror) as old:
-        old.save(1, state_of(1)).wait()
-        assert old.wait_mirrored(60)
-        with pyckpt.Checkpointer(tmp_path / "new", mirror=mirror) as new:
-            new.save(1, state_of(2)).wait()
-            assert new.wait_mirrored(60)
-        for step in (2, 3):
-            old.save(step, state_of(step)).wait()
-            assert not old.wait_mirrored(60)
-        assert old.statistics.mirror.dropped == 2
-    assert holds(mirror, 1) == 2
-
-
 def test_what_was_given_up_is_told_by_a_later_call(tmp_path, monkeypatch):
     """A call that ends before all is over has told nothing yet."""
     is_down = True

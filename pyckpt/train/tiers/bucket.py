@@ -178,13 +178,13 @@ class BucketTier:
         retention: Retention,
         *,
         committed: int,
-        coming: Collection[int],
+        staying: Collection[int],
         passed: Callable[[int], bool],
     ) -> list[int]:
         if retention.keep_last is None:
             return []
         self._fence()
-        steps = [step for step in self._steps() if step not in coming and not passed(step)]
+        steps = [step for step in self._steps() if step not in staying and not passed(step)]
         examined = {step: self._examine(step) for step in steps}
         tags = {step: self._known[step].tag for step, one in examined.items() if one is not None}
         valid = [one for one in examined.values() if one is not None]
@@ -194,11 +194,11 @@ class BucketTier:
         removed = [
             step
             for step in [*leftover, *going]
-            if step not in coming and self._remove(step, tags.get(step))
+            if step not in staying and self._remove(step, tags.get(step))
         ]
         if not self._is_swept:
             for step in tags.keys() - set(removed):
-                if step not in coming:
+                if step not in staying:
                     self._sweep(step, self._known[step].files)
             self._is_swept = True
         return [step for step in going if step in removed]

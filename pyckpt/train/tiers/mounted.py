@@ -134,18 +134,18 @@ class MountedTier:
         retention: Retention,
         *,
         committed: int,
-        coming: Collection[int],
+        staying: Collection[int],
         passed: Callable[[int], bool],
     ) -> list[int]:
         if not self._is_swept:
             self._is_swept = True
-            sweep(self._catalog, busy=coming, allowed=self._fence.held)
+            sweep(self._catalog, busy=staying, allowed=self._fence.held)
         return prune(
             self._catalog,
             retention,
             committed=(committed,),
             distrusted=[step for step in self._catalog.steps() if passed(step)],
-            busy=coming,
+            busy=staying,
             allowed=self._fence.held,
         )
 

@@ -232,7 +232,7 @@ class Promotion:
 
     def wait(self, timeout: float | None) -> bool:
         """Wait until nothing waits or is under way; returns whether that is so, and none was given
-        up since the last call.
+        up since the last call that saw the end of all.
 
         Args:
             timeout: seconds at most; None without end.
@@ -425,7 +425,7 @@ class Promotion:
             self.tier.prune(
                 self._retention,
                 committed=job.step,
-                coming=_Staying(lambda: self._staying(job)),
+                staying=_Staying(lambda: self._staying(job)),
                 passed=self._is_passed,
             )
         except (OSError, PyckptError) as error:

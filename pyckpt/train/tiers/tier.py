@@ -134,7 +134,7 @@ class Tier(Protocol):
         retention: Retention,
         *,
         committed: int,
-        coming: Collection[int],
+        staying: Collection[int],
         passed: Callable[[int], bool],
     ) -> list[int]:
         """Remove the checkpoints that need not be kept, and what interrupted uploads left.
@@ -142,7 +142,7 @@ class Tier(Protocol):
         Args:
             committed: the step that was just committed. It stays, even if there are newer ones, of
                 an earlier run, say.
-            coming: steps that stay and are not counted: they are not there yet, or not all of
+            staying: steps that stay and are not counted: they are not there yet, or not all of
                 them, or the program wants them kept. May change.
             passed: whether the checkpoint of a step is not counted, and stays.
 
