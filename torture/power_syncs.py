@@ -167,13 +167,18 @@ _REASONS = {
     (r"steps-(killed-early|again)", "run/", r"unlink run/\.pyckpt/generation-N"): (
         "the name of a step whose directory an earlier process made, and synced"
     ),
-    ("ranks-steps", "run/", r"write run/\.pyckpt/generation-N"): (
+    ("ranks-steps", "run/", r"(openat|write|unlink) run/\.pyckpt/generation-N"): (
         "one rank makes the directory of the first step while the other makes that of the "
         "generations; each syncs the directory of both"
     ),
-    (r"ranks.*", r"(.*/)?(ckpt|step-N)/", r"(ftruncate|pwrite64) .*/__N_ID\.distcp"): (
+    (
+        r"ranks.*",
+        r"(.*/)?(ckpt|step-N)/",
+        r"(openat|fallocate|ftruncate|pwrite64) .*/__N_ID\.distcp",
+    ): (
         "each rank syncs the directory after its own file, so that its name is durable before the "
-        "commit; where both files are there by then, the sync of one rank covers both names"
+        "commit; where both files are there by then, the sync of one rank covers both names. What "
+        "the other rank has just done to its file is chance"
     ),
     ("export-growing", "export/", r"unlink .*/model\.safetensors"): (
         "the old weights were one file, so no new shard has the name of an old one; that the file "
