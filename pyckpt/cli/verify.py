@@ -45,13 +45,14 @@ def verify(
     """
     from pyckpt.errors import CorruptCheckpoint, PyckptError, UnsafeCheckpoint
     from pyckpt.tools import verifying
+    from pyckpt.tools.below import below
 
     status = GOOD
     documents: list[dict[str, Any]] = []
     targets: list[tuple[Path, int | None]] = []
     for path in checkpoints:
         try:
-            targets += verifying.below(path)
+            targets += below(path)
         except OSError as error:
             complain(error)
             documents.append({"path": str(path), "good": None, "error": str(error)})

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import pickle
-import uuid
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,9 +25,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from pyckpt.dcp.bundles import Bundle, all_wanted, around, bundles_of
 from pyckpt.dcp.failures import OfAnother
 from pyckpt.dcp.handing_on import Company, Keeper, Passage, Wanted, as_bytes, hand_on, reliefs
-from pyckpt.dcp.leaves import is_memory, tell_autograd, values_of
+from pyckpt.dcp.leaves import tell_autograd, values_of
 from pyckpt.dcp.neighbours import HELLO, Copy, Neighbours, numbers_of
 from pyckpt.dcp.read_items import StayingItems
 from pyckpt.dcp.reading import save_id_of
@@ -43,37 +43,6 @@ WORTH_BYTES = 32 << 20
 longer to read it again than the ranks to agree."""
 _LARGE_BYTES = 64 << 10
 """And then tensors of this size: smaller ones lie between others that are read."""
-
-
-class _Bundle(NamedTuple):
-    """What one rank reads for the same others."""
-
-    holders: tuple[int, ...]
-    """The ranks of the group that want it, in their order."""
-    owner: int
-    wanted: list[Wanted]
-
-    @property
-    def chain(self) -> tuple[int, ...]:
-        """The ranks, the owner first."""
-        at = self.holders.index(self.owner)
-        return self.holders[at:] + self.holders[:at]
-
-    def leaders(self, hosts: Sequence[int]) -> dict[int, int]:
-        """For each host the rank from whose memory the others of it copy."""
-        leaders: dict[int, int] = {}
-        for rank in self.chain:
-            leaders.setdefault(hosts[rank], rank)
-        return leaders
-
-
-def _around(rank: int, chain: Sequence[int]) -> tuple[int | None, int | None]:
-    """The rank before one in a chain, and the one after it."""
-    at = chain.index(rank)
-    return (
-        chain[at - 1] if at > 0 else None,
-        chain[at + 1] if at + 1 < len(chain) else None,
-    )
 
 
 def read_shared(
@@ -198,7 +167,7 @@ class _SharedLoad:
         self._neighbours = neighbours
         self._rank = company.rank
         self._wanted: list[Wanted] = []
-        self._bundles: list[_Bundle] = []
+        self._bundles: list[Bundle] = []
         self._keeper: Keeper
         self._again: list[ReadItem] = []
         self._held: list[torch.Tensor] = []
@@ -221,7 +190,7 @@ class _SharedLoad:
 
     def names(self) -> torch.Tensor:
         """What this rank says of itself, and the names of what it wants, two numbers each."""
-        self._wanted = _all_wanted(self._items, self._planner, self._company)
+        self._wanted = all_wanted(self._items, self._planner, self._company)
         numbers = [self._neighbours.hello()] if self._wanted else [[0] * HELLO]
         numbers += [list(one.name) for one in self._wanted]
         flat = [number for one in numbers for number in one]
@@ -238,7 +207,7 @@ class _SharedLoad:
         neighbours.hear([of_rank[:HELLO].tolist() for of_rank in said])
         ranks = range(len(said))
         works = bool(self._wanted) and neighbours.probe(filter(neighbours.is_near, ranks))
-        self._bundles = _bundles(
+        self._bundles = bundles_of(
             self._wanted, rank, [of_rank[HELLO:].reshape(-1, 2) for of_rank in said]
         )
         shared = self._read_own()
@@ -287,8 +256,8 @@ class _SharedLoad:
                 (leaders, [one for one in left if one.is_memory]),
             ):
                 if travelling and self._rank in chain:
-                    around = _around(self._rank, chain)
-                    passages.append(Passage(travelling, around, self._keeper, relief))
+                    ends = around(self._rank, chain)
+                    passages.append(Passage(travelling, ends, self._keeper, relief))
         return passages
 
     # --- among those of a host ---
@@ -331,7 +300,7 @@ class _SharedLoad:
         works, names = False, b""
         if self._alike:
             works = self._neighbours.probe(self._alike)
-            every = _all_wanted(self._items, self._planner, self._company)
+            every = all_wanted(self._items, self._planner, self._company)
             self._wanted = [one for one in every if one.is_memory and one.size >= _LARGE_BYTES]
             names = repr([one.name for one in self._wanted]).encode()
         digest = hashlib.blake2b(names, digest_size=16).digest()
@@ -358,7 +327,7 @@ class _SharedLoad:
             every = [mine[:0]] * (max(self._alike) + 1)
             for rank in self._alike:
                 every[rank] = mine
-            self._bundles = _bundles(self._wanted, self._rank, every)
+            self._bundles = bundles_of(self._wanted, self._rank, every)
         self._read_own()
         return self.table()
 
@@ -477,137 +446,3 @@ class _Table(NamedTuple):
     """By name; none of what the rank's planner put in the place of the destination."""
     unverified: set[str]
     """Keys of what the rank could not check."""
-
-
-# --- who reads what -------------------------------------------------------------------------------
-
-
-def _all_wanted(items: Sequence[ReadItem], planner: LoadPlanner, company: Company) -> list[Wanted]:
-    """What a plan asks for. Destinations that share memory (tied weights) do not travel: what is
-    there may be of the other key."""
-    targets = {
-        id(item): planner.resolve_tensor(item) for item in items if item.type is LoadItemType.TENSOR
-    }
-    tied = _tied(items, targets)
-    return [
-        _wanted(item, targets.get(id(item)), planner, company, is_tied=id(item) in tied)
-        for item in items
-    ]
-
-
-def _tied(items: Sequence[ReadItem], targets: dict[int, torch.Tensor]) -> set[int]:
-    """The identities of items whose destinations overlap that of another key."""
-    spans = []
-    for item in items:
-        target = targets.get(id(item))
-        if target is not None and _is_memory(target):
-            pairs = zip(target.shape, target.stride(), strict=True)
-            extent = sum((n - 1) * stride for n, stride in pairs) + 1
-            begin = target.data_ptr()
-            end = begin + extent * target.itemsize
-            spans.append((str(target.device), begin, end, item.dest_index.fqn, id(item)))
-    tied: set[int] = set()
-    together: list[tuple[str, int]] = []  # keys and items that overlap, one by one
-    device, furthest = "", 0
-    for on, begin, end, key, number in sorted(spans):
-        if on != device or begin >= furthest:
-            device, furthest, together = on, 0, []
-        together.append((key, number))
-        furthest = max(furthest, end)
-        if key != together[0][0]:
-            tied.update(number for _, number in together)
-        elif together[0][1] in tied:
-            tied.add(number)
-    return tied
-
-
-def _is_memory(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of a tensor's elements are all of it, and there are any."""
-    return bool(
-        is_memory(tensor)
-        and tensor.numel()
-        and tensor.data_ptr()
-        and not tensor.is_quantized
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
-
-
-def _wanted(
-    item: ReadItem,
-    target: torch.Tensor | None,
-    planner: LoadPlanner,
-    company: Company,
-    *,
-    is_tied: bool = False,
-) -> Wanted:
-    info = planner.metadata.storage_data[item.storage_index]  # type: ignore[attr-defined]
-    size, device, in_memory = info.length, company.device_for("cpu"), False
-    described: list[Any] = [
-        item.type.name,
-        item.storage_index.fqn,
-        item.storage_index.offset and tuple(item.storage_index.offset),
-        # Ranks may have metadata of their own, with the same keys for other bytes; and directories
-        # of their own, with the same files.
-        save_id_of(planner.metadata),  # type: ignore[attr-defined]
-        info.relative_path,
-        info.offset,
-        info.length,
-        vars(info).get("crc32"),
-    ]
-    if target is not None:
-        # What travels is what the destination holds, in its dtype.
-        described += [tuple(item.storage_offsets), tuple(item.lengths), str(target.dtype)]
-        if is_tied or not _is_memory(target):
-            described.append(uuid.uuid4().hex)  # each reads its own
-        else:
-            size, device = target.nbytes, company.device_for(target.device.type)
-            in_memory = target.device.type == "cpu" and target.is_contiguous()
-    if save_id_of(planner.metadata) is None:  # type: ignore[attr-defined]
-        described.append(uuid.uuid4().hex)  # it may be that of anybody's checkpoint
-    described += [device, in_memory]
-    digest = hashlib.blake2b(repr(described).encode("utf-8", "surrogatepass"), digest_size=16)
-    first, second = (
-        int.from_bytes(half, "little", signed=True)
-        for half in (digest.digest()[:8], digest.digest()[8:])
-    )
-    return Wanted(item, (first, second), (info.relative_path, info.offset), size, device, in_memory)
-
-
-def _bundles(wanted: Sequence[Wanted], rank: int, names: Sequence[torch.Tensor]) -> list[_Bundle]:
-    """What this rank shares with others, in the order of the transfers."""
-    every = torch.cat(list(names))
-    of_rank = torch.repeat_interleave(
-        torch.arange(len(names), device="cpu"),
-        torch.tensor([len(one) for one in names], device="cpu"),
-    )
-    first, order = torch.sort(every[:, 0], stable=True)
-    mine = torch.tensor([one.name[0] for one in wanted], dtype=torch.int64, device="cpu")
-    begins = torch.searchsorted(first, mine).tolist()
-    ends = torch.searchsorted(first, mine, right=True).tolist()
-    together: dict[tuple[int, ...], list[Wanted]] = defaultdict(list)
-    for one, begin, end in zip(wanted, begins, ends, strict=True):
-        if end - begin < 2:
-            continue
-        at = order[begin:end]
-        holders = tuple(sorted(of_rank[at].tolist()))
-        # A rank that wants it twice reads it twice, and so do those who want what only seems to be
-        # the same.
-        if len(set(holders)) == len(holders) and bool((every[at, 1] == one.name[1]).all()):
-            together[holders].append(one)
-    bundles = []
-    for holders, ones in sorted(together.items()):
-        # To each a stretch of the files: what lies between the wanted bytes would be read, too.
-        ones.sort(key=lambda one: (one.place, one.name))
-        whole = sum(one.size for one in ones) or 1
-        shares: list[list[Wanted]] = [[] for _ in holders]
-        before = 0
-        for one in ones:
-            shares[min(before * len(holders) // whole, len(holders) - 1)].append(one)
-            before += one.size
-        bundles += [
-            _Bundle(holders, owner, share)
-            for owner, share in zip(holders, shares, strict=True)
-            if share
-        ]
-    return bundles

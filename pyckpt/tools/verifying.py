@@ -1,8 +1,6 @@
 """Compares all bytes of a checkpoint with its checksums, at the speed of the disk.
 
-The engine reads each file once, in its order, in batches. Some are read at a time, so that
-the disk is never idle while Python looks at what was read. The first damage does not end it: all of
-what is damaged is reported.
+The first damage does not end it: all of what is damaged is reported.
 
 What is frozen has a hash, too, which is compared if xxhash is installed.
 
@@ -13,16 +11,12 @@ checksums, which are compared.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
-import re
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -46,28 +40,19 @@ from pyckpt.format.item import (
     has_its_checksums,
     is_readable,
 )
+from pyckpt.tools import verify_reads
 from pyckpt.tools.contents import metadata_of
 from pyckpt.tools.values import Part, values
+from pyckpt.tools.verify_reads import Item, Range, Reader
 from pyckpt.train.store.catalog import reading
 from pyckpt.train.store.envelopes import EnvelopeItem, holds_the_tensor
-from pyckpt.train.store.fence import FOLDER
 from pyckpt.train.store.pieces import Direct, verify_archive
 from pyckpt.train.store.transient import is_shortage
 
-__all__ = ["Damage", "Progress", "Verified", "below", "verify"]
+__all__ = ["Damage", "Progress", "Verified", "verify"]
 
 Progress = Callable[[int, int], None]
 """Is called with the bytes done and the bytes in all."""
-
-_BATCH_BYTES = 16 << 20
-_WHOLE_MAX = 256 << 10
-"""Items of at most so many bytes are read as a whole, with what is around the values."""
-_SMALL = 64 << 10
-_AROUND_MAX = 64 << 10
-"""More bytes than an archive has before the values of its only tensor, or behind them."""
-_FILES_MAX = 64
-_AT_A_TIME = 3
-_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 
 
 class Damage(NamedTuple):
@@ -151,32 +136,6 @@ def _was_replaced(name: Path, metadata: Metadata) -> bool:
     return save_id_of(now) != save_id_of(metadata)
 
 
-class _Item(NamedTuple):
-    """A part of a value, and where its values are in it."""
-
-    key: str
-    part: Part
-    dtype: torch.dtype | None
-    begin: int
-    length: int
-    crc32: int | None
-
-
-class _Range(NamedTuple):
-    """Bytes of an item that are read at once."""
-
-    item: _Item
-    begin: int
-    """From the item's first byte."""
-    length: int
-    place: int
-    """Where it goes in the batch's memory."""
-    role: Literal["whole", "prefix", "payload", "suffix"]
-
-
-_Read = tuple[_Range, int, memoryview, "OSError | None"]
-
-
 class _Work:
     """One verification."""
 
@@ -189,8 +148,7 @@ class _Work:
         progress: Progress,
     ) -> None:
         self._directory = directory
-        self._direct: Direct = direct
-        self._engine = engine
+        self._reader = Reader(directory, direct, engine)
         self._progress = progress
         self._found = Verified(directory)
         self._sizes = metadata_format.data_files(metadata)
@@ -200,7 +158,7 @@ class _Work:
         self._sum = 0
         self._hash: RunningHash | None = None
         self._damaged: set[tuple[str, int]] = set()
-        self._wrong_envelopes: list[_Item] = []
+        self._wrong_envelopes: list[Item] = []
         self._right_envelopes = 0
         self._total = self._done = 0
 
@@ -208,25 +166,11 @@ class _Work:
         items = self._items()
         self._total = sum(part.length for _, part, _ in items)
         self._progress(0, self._total)
-        batches = self._batches(items)
-        memory = [memoryview(mmap.mmap(-1, _BATCH_BYTES)) for _ in range(_AT_A_TIME + 1)]
-        under_way: deque[tuple[Future[list[_Read]], memoryview]] = deque()
-        with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="pyckpt-verify") as threads:
-            try:
-                while True:
-                    while memory and (batch := next(batches, None)) is not None:
-                        place = memory.pop()
-                        under_way.append((threads.submit(self._read, batch, place), place))
-                    if not under_way:
-                        break
-                    future, place = under_way.popleft()
-                    for read in future.result():
-                        self._take(*read)
-                    self._progress(self._done, self._total)
-                    memory.append(place)
-            finally:
-                for future, _ in under_way:
-                    future.cancel()
+        with closing(self._reader.read(self._located(items))) as batches:
+            for batch in batches:
+                for read in batch:
+                    self._take(*read)
+                self._progress(self._done, self._total)
         self._judge_envelopes()
         self._found.bytes = self._done
         self._found.damages.sort(key=lambda one: (one.file, one.offset or 0, one.key or ""))
@@ -276,33 +220,7 @@ class _Work:
         self._found.damages.append(Damage(None, name, None, what))
         return None
 
-    def _batches(
-        self, items: Sequence[tuple[str, Part, torch.dtype | None]]
-    ) -> Iterator[list[_Range]]:
-        batch: list[_Range] = []
-        files: set[str] = set()
-        at = 0
-        for item in self._located(items):
-            for begin, length, role in _ranges(item):
-                while True:
-                    place = _place(at, item.part.offset + begin, length)
-                    room = _BATCH_BYTES - place
-                    is_full = len(files) == _FILES_MAX and item.part.file not in files
-                    if is_full or room <= 0 or (room < length and role != "payload"):
-                        yield batch
-                        batch, files, at = [], set(), 0
-                        continue
-                    size = min(room, length)
-                    batch.append(_Range(item, begin, size, place, role))
-                    files.add(item.part.file)
-                    at = place + size
-                    begin, length = begin + size, length - size
-                    if not length:
-                        break
-        if batch:
-            yield batch
-
-    def _located(self, items: Sequence[tuple[str, Part, torch.dtype | None]]) -> Iterator[_Item]:
+    def _located(self, items: Sequence[tuple[str, Part, torch.dtype | None]]) -> Iterator[Item]:
         """The items whose checksums are known, or will be once they are read."""
         for key, part, dtype in items:
             if part.transformed:
@@ -312,12 +230,12 @@ class _Work:
                 assert part.payload_length is not None
                 begin, length = part.payload_offset, part.payload_length
                 around = max(begin, part.length - begin - length)
-                if around > _AROUND_MAX and part.length > _WHOLE_MAX:
+                if around > verify_reads.AROUND_MAX and part.length > verify_reads.WHOLE_MAX:
                     # They might not fit into the memory of a batch.
                     self._damage(key, part, f"{around} bytes around its values are no archive's")
-                yield _Item(key, part, dtype, begin, length, part.crc32)
-            elif part.length <= _WHOLE_MAX:
-                yield _Item(key, part, dtype, 0, part.length, None)
+                yield Item(key, part, dtype, begin, length, part.crc32)
+            elif part.length <= verify_reads.WHOLE_MAX:
+                yield Item(key, part, dtype, 0, part.length, None)
             else:
                 payload = None if dtype is None else self._payload_of(part)
                 if payload is None or not payload.crc32:
@@ -326,7 +244,7 @@ class _Work:
                     self._damage(key, part, f"a tensor of size {payload.shape} is stored there")
                     self._done += part.length
                 else:
-                    yield _Item(key, part, dtype, payload.offset, payload.length, payload.crc32)
+                    yield Item(key, part, dtype, payload.offset, payload.length, payload.crc32)
 
     def _payload_of(self, part: Part) -> Payload | None:
         """Where stock's archive has the tensor."""
@@ -347,49 +265,9 @@ class _Work:
             self._damage(key, part, "its checksums do not match")
         self._done += part.length
 
-    # --- reading, in threads ---
-
-    def _read(self, batch: list[_Range], memory: memoryview) -> list[_Read]:
-        """Read a batch; if that fails, each of its ranges alone."""
-        places = [memory[one.place : one.place + one.length] for one in batch]
-        try:
-            checksums = self._job(batch, places)
-            return [
-                (one, checksum, place, None)
-                for one, checksum, place in zip(batch, checksums, places, strict=True)
-            ]
-        except OSError as error:
-            if is_shortage(error):
-                raise
-        reads: list[_Read] = []
-        for one, place in zip(batch, places, strict=True):
-            try:
-                (checksum,) = self._job([one], [place])
-                reads.append((one, checksum, place, None))
-            except OSError as error:
-                if is_shortage(error):
-                    raise
-                reads.append((one, 0, place, error))
-        return reads
-
-    def _job(self, batch: Sequence[_Range], places: Sequence[memoryview]) -> list[int]:
-        job = _C.ReadJob(self._engine.native, direct=self._direct)
-        files: dict[str, int] = {}
-        numbers = []
-        for one, place in zip(batch, places, strict=True):
-            part = one.item.part
-            file = files.get(part.file)
-            if file is None:
-                file = files[part.file] = job.add_file(os.fsencode(self._directory / part.file))
-            numbers.append(
-                job.add_buffer(file, part.offset + one.begin, place) if one.length else None
-            )
-        checksums = job.run()
-        return [0 if number is None else checksums[number] for number in numbers]
-
     # --- what was read ---
 
-    def _take(self, one: _Range, checksum: int, data: memoryview, error: OSError | None) -> None:
+    def _take(self, one: Range, checksum: int, data: memoryview, error: OSError | None) -> None:
         item = one.item
         self._done += one.length
         if error is not None:
@@ -407,7 +285,7 @@ class _Work:
         elif item.part.crc32 is not None:
             self._compare_around(item, one.role, data)
 
-    def _take_whole(self, item: _Item, checksum: int, data: memoryview) -> None:
+    def _take_whole(self, item: Item, checksum: int, data: memoryview) -> None:
         part = item.part
         if part.crc32 is None:
             self._take_archive(item, data)
@@ -429,7 +307,7 @@ class _Work:
                 and data[end:] == layout.envelope.suffix(part.crc32),
             )
 
-    def _take_archive(self, item: _Item, data: memoryview) -> None:
+    def _take_archive(self, item: Item, data: memoryview) -> None:
         part = item.part
         content = bytes(data)
         payload = None
@@ -458,7 +336,7 @@ class _Work:
         else:
             self._count(part)
 
-    def _compare(self, item: _Item, found: int, running: RunningHash | None = None) -> None:
+    def _compare(self, item: Item, found: int, running: RunningHash | None = None) -> None:
         if found != item.crc32:
             what = f"CRC-32 expected {item.crc32:#010x}, found {found:#010x}"
             self._damage(item.key, item.part, what)
@@ -474,7 +352,7 @@ class _Work:
 
     # --- what is around the values ---
 
-    def _compare_around(self, item: _Item, role: str, data: memoryview) -> None:
+    def _compare_around(self, item: Item, role: str, data: memoryview) -> None:
         layout = _layout_of(item)
         assert item.crc32 is not None
         if layout is None:
@@ -485,7 +363,7 @@ class _Work:
             is_right = data == layout.envelope.suffix(item.crc32)
         self._count_envelope(item, is_right)
 
-    def _count_envelope(self, item: _Item, is_right: bool) -> None:
+    def _count_envelope(self, item: Item, is_right: bool) -> None:
         if is_right:
             self._right_envelopes += 1
         elif not self._wrong_envelopes or self._wrong_envelopes[-1] is not item:
@@ -500,7 +378,7 @@ class _Work:
             what = "the bytes around the tensor are not those that were written; pyckpt reads it, "
             self._damage(item.key, item.part, what + "and other programs may not")
 
-    def _holds_its_tensor(self, item: _Item) -> bool:
+    def _holds_its_tensor(self, item: Item) -> bool:
         part = item.part
         assert item.dtype is not None
         assert item.crc32 is not None
@@ -537,23 +415,7 @@ class _Work:
             self._found.damages.append(Damage(key, part.file, part.offset, what))
 
 
-def _ranges(
-    item: _Item,
-) -> Iterator[tuple[int, int, Literal["whole", "prefix", "payload", "suffix"]]]:
-    """The bytes of an item to read, each run with its role."""
-    part = item.part
-    end = item.begin + item.length
-    if part.length <= _WHOLE_MAX:
-        yield 0, part.length, "whole"
-        return
-    if 0 < item.begin <= _AROUND_MAX and part.crc32 is not None:
-        yield 0, item.begin, "prefix"
-    yield item.begin, item.length, "payload"
-    if 0 < part.length - end <= _AROUND_MAX and part.crc32 is not None:
-        yield end, part.length - end, "suffix"
-
-
-def _hash_for(item: _Item) -> RunningHash | None:
+def _hash_for(item: Item) -> RunningHash | None:
     """What hashes an item's values; None if they have no hash, or xxhash is not installed."""
     if item.part.xxh3 is None:
         return None
@@ -563,54 +425,8 @@ def _hash_for(item: _Item) -> RunningHash | None:
         return None
 
 
-def _place(at: int, offset: int, length: int) -> int:
-    """Where bytes go in a batch's memory, of which ``at`` are taken. Larger ones lie in their page
-    as they do in the file, so that the disk can write them there."""
-    if length <= _SMALL:
-        return at
-    place = at - at % _C.page_bytes + offset % _C.page_bytes
-    return place if place >= at else place + _C.page_bytes
-
-
-def _layout_of(item: _Item) -> Layout | None:
+def _layout_of(item: Item) -> Layout | None:
     if item.dtype is None or not item.begin:
         return None
     sizes = item.part.sizes
     return envelope_of(item.dtype, sizes, item.part.stride or row_major(sizes))
-
-
-def below(directory: str | os.PathLike[str]) -> list[tuple[Path, int | None]]:
-    """The checkpoints to verify for a path: itself, if it is one, or else the directories in it
-    that are, whatever their names; each with a rank where every rank saved its own. Remains of
-    saves and removals that were interrupted are none. A directory that this process may not list is
-    one, since it may hold a checkpoint.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-        OSError: the directory cannot be read.
-    """
-    root = Path(directory)
-    found = _checkpoints(root, os.listdir(root))
-    if found:
-        return found
-    with os.scandir(root) as entries:
-        folders = sorted(entry.name for entry in entries if entry.is_dir() and entry.name != FOLDER)
-    for name in folders:
-        try:
-            names = os.listdir(root / name)
-        except FileNotFoundError:
-            continue  # it was removed meanwhile
-        except PermissionError:
-            found.append((root / name, None))  # whose verification says so
-            continue
-        found += _checkpoints(root / name, names)
-    if not found:
-        raise FileNotFoundError(errno.ENOENT, "there is no checkpoint here", str(root))
-    return found
-
-
-def _checkpoints(directory: Path, names: Sequence[str]) -> list[tuple[Path, int | None]]:
-    if commit.metadata_name() in names or commit.lost_metadata(names):
-        return [(directory, None)]
-    ranks = [int(match[1]) for name in names if (match := _RANK_METADATA.fullmatch(name))]
-    return [(directory, rank) for rank in sorted(ranks)]

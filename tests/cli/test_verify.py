@@ -18,7 +18,7 @@ from _hostile import at, described, place, write
 
 import pyckpt as package
 from pyckpt.errors import CheckpointReplaced
-from pyckpt.tools import verifying
+from pyckpt.tools import verify_reads, verifying
 from pyckpt.tools.contents import contents
 from pyckpt.tools.values import values
 from pyckpt.train.store.catalog import NOTE_KEY
@@ -41,9 +41,9 @@ def test_what_is_sound_is_good(made: Path) -> None:
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Items are read as a whole; or in several ranges and batches, as large ones are."""
     if request.param == "in parts":
-        monkeypatch.setattr(verifying, "_WHOLE_MAX", 16)
-        monkeypatch.setattr(verifying, "_SMALL", 1 << 10)
-        monkeypatch.setattr(verifying, "_BATCH_BYTES", 24 << 10)
+        monkeypatch.setattr(verify_reads, "WHOLE_MAX", 16)
+        monkeypatch.setattr(verify_reads, "_SMALL", 1 << 10)
+        monkeypatch.setattr(verify_reads, "_BATCH_BYTES", 24 << 10)
     return str(request.param)
 
 
@@ -163,7 +163,7 @@ def test_what_is_around_values_is_read_only_if_an_archive_has_so_much(
     tmp_path: Path, where: str
 ) -> None:
     # More than the memory of a batch: it would never be read.
-    around = verifying._BATCH_BYTES + 1
+    around = verify_reads._BATCH_BYTES + 1
     begin = around if where == "before" else 0
     info = place(0, around + 40, crc32=1, payload_offset=begin, payload_length=40)
     write(tmp_path / "x", {"w": described((10,))}, {at("w", 0): info}, b"")
@@ -227,14 +227,14 @@ def test_checkpoints_of_other_torches_are_good(old: Path) -> None:
 
 def test_read_errors_damage_only_what_they_hit(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # No file system here fails at one place of a file, so the job of the engine is made to.
-    job = verifying._Work._job
+    job = verify_reads.Reader._job
 
     def failing(self: Any, batch: Any, places: Any) -> list[int]:
         if any(one.item.key == "model.a.bias" for one in batch):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return job(self, batch, places)
 
-    monkeypatch.setattr(verifying._Work, "_job", failing)
+    monkeypatch.setattr(verify_reads.Reader, "_job", failing)
     found = verifying.verify(made / "ours")
     assert [(damage.key, damage.what) for damage in found.damages] == [
         ("model.a.bias", "Input/output error")

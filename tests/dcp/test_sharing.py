@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import pyckpt
-from pyckpt.dcp import handing_on, neighbours, sharing
+from pyckpt.dcp import bundles, handing_on, neighbours, sharing
 from pyckpt.errors import CorruptCheckpoint, LoadError
 from pyckpt.format.metadata import StorageInfo
 
@@ -343,7 +343,7 @@ def _load_with_little_memory(path: Path, victim: int, near: bool) -> int:
     handing_on._SMALL_BYTES = PAGE // 2
     scarce = _Scarce()
     if dist.get_rank() == victim:
-        sharing.torch = handing_on.torch = scarce  # type: ignore[assignment]
+        bundles.torch = sharing.torch = handing_on.torch = scarce  # type: ignore[assignment]
     for count in range(1, 1000):  # the first is what the ranks say by that one failed
         scarce.left = count
         if not _ends_alike(path, near):
@@ -364,8 +364,8 @@ def test_no_rank_waits_for_one_without_memory(tmp_path: Path, victim: int, near:
 _STEPS = [
     "pyckpt.LoadPlanner.finish_plan",
     "pyckpt.DirectReader.read_data",
-    "pyckpt.dcp.sharing._all_wanted",
-    "pyckpt.dcp.sharing._bundles",
+    "pyckpt.dcp.sharing.all_wanted",
+    "pyckpt.dcp.sharing.bundles_of",
     "pyckpt.dcp.sharing._Outcome",
     "pyckpt.dcp.sharing.Keeper",
     "pyckpt.dcp.sharing.reliefs",
@@ -439,7 +439,7 @@ def _wishes(rank_wants: Sequence[Sequence[int]]) -> list[list[Any]]:
         size = torch.Size([number % 5 + 1])
         item = ReadItem(LoadItemType.TENSOR, index, size, index, torch.Size([0]), size)
         target = torch.empty(size)
-        return sharing._wanted(item, target, Planner(), Company())  # type: ignore[arg-type]
+        return bundles._wanted(item, target, Planner(), Company())  # type: ignore[arg-type]
 
     storage = {
         MetadataIndex(f"key {number}", torch.Size([number])): StorageInfo("file", 10 * number, 10)
@@ -462,10 +462,10 @@ def test_all_ranks_agree_on_who_reads_what(seed: int) -> None:
         torch.tensor([one.name for one in of_rank], dtype=torch.int64).reshape(-1, 2)
         for of_rank in wishes
     ]
-    bundles = [sharing._bundles(of_rank, rank, names) for rank, of_rank in enumerate(wishes)]
+    found = [bundles.bundles_of(of_rank, rank, names) for rank, of_rank in enumerate(wishes)]
     owners: dict[Any, int] = {}
     orders: dict[Any, list[Any]] = {}
-    for rank, of_rank in enumerate(bundles):
+    for rank, of_rank in enumerate(found):
         shared = set()
         for bundle in of_rank:
             assert rank in bundle.holders
@@ -506,5 +506,5 @@ def test_destinations_are_tied_where_their_memory_overlaps() -> None:
         for key in places
     ]
     targets = {id(item): places[item.dest_index.fqn] for item in items}
-    tied = sharing._tied(items, targets)
+    tied = bundles._tied(items, targets)
     assert {item.dest_index.fqn for item in items if id(item) in tied} == {"whole", "part", "again"}
