@@ -26,6 +26,8 @@ Direct to_direct(const std::string& name) {
   throw std::invalid_argument("direct must be 'auto', 'require' or 'off', not '" + name + "'");
 }
 
+void throw_running() { throw std::runtime_error("the job runs, in another thread"); }
+
 namespace {
 
 uint32_t crc32_of(const py::object& buffer, uint32_t crc) {
@@ -152,7 +154,7 @@ void register_envelope(py::module_& module) {
 
 }  // namespace pyckpt
 
-PYBIND11_MODULE(_C, module) {
+PYBIND11_MODULE(_C, module, pybind11::mod_gil_not_used()) {
   namespace py = pybind11;
   py::register_exception_translator(&pyckpt::translate_exception);
   module.attr("torch_version") = TORCH_VERSION;

@@ -20,6 +20,9 @@ namespace py = pybind11;
 
 Direct to_direct(const std::string& name);
 
+// For a job that is used while it runs.
+[[noreturn]] void throw_running();
+
 // A level of something nested that a function goes down by calling itself. Throws RecursionError,
 // as Python does, where that is too deep: containers may be nested without end, or hold themselves.
 class Level {
@@ -33,6 +36,39 @@ class Level {
   Level& operator=(const Level&) = delete;
   ~Level() { Py_LeaveRecursiveCall(); }
 };
+
+// Keeps other threads of a Python without the GIL from changing an object, but where what runs
+// within waits for something. So what is used of the object must be held as well.
+class CriticalSection {
+ public:
+#ifdef Py_GIL_DISABLED
+  explicit CriticalSection(PyObject* object) { PyCriticalSection_Begin(&section_, object); }
+  ~CriticalSection() { PyCriticalSection_End(&section_); }
+#else
+  explicit CriticalSection(PyObject*) {}
+  ~CriticalSection() {}  // not the default one: a variable of this type is not unused
+#endif
+  CriticalSection(const CriticalSection&) = delete;
+  CriticalSection& operator=(const CriticalSection&) = delete;
+
+#ifdef Py_GIL_DISABLED
+ private:
+  PyCriticalSection section_;
+#endif
+};
+
+// An entry of a list; null behind its end, which other threads, and Python code that runs between
+// two calls, may move.
+inline py::object entry_of(PyObject* list, Py_ssize_t i) {
+#ifdef Py_GIL_DISABLED
+  PyObject* const entry = PyList_GetItemRef(list, i);
+  if (entry == nullptr) PyErr_Clear();
+  return py::reinterpret_steal<py::object>(entry);
+#else
+  if (i >= PyList_GET_SIZE(list)) return py::object();
+  return py::reinterpret_borrow<py::object>(PyList_GET_ITEM(list, i));
+#endif
+}
 
 // A buffer whose bytes lie one after another; throws BufferError where they do not.
 class ContiguousBuffer {

@@ -34,17 +34,16 @@ class PyPeerJob {
   }
 
   void run() {
-    check_idle();
     if (job_->forked()) throw EngineClosed("the job was made in another process, before a fork");
+    if (running_.exchange(true)) throw_running();
+    const auto done = [this](const void*) { running_ = false; };
+    const std::unique_ptr<const void, decltype(done)> ends(this, done);
     for (const auto& [tensor, memory] : tensors_) {
       // Its storage was resized since it was added, perhaps.
       if (tensor.const_data_ptr() != memory) {
         throw std::invalid_argument("the memory of a tensor that is to be filled was moved");
       }
     }
-    running_ = true;
-    const auto done = [this](const void*) { running_ = false; };
-    const std::unique_ptr<const void, decltype(done)> ends(this, done);
     const auto tensors = std::move(tensors_);
     tensors_.clear();
     GilRelease release;
@@ -53,7 +52,7 @@ class PyPeerJob {
 
  private:
   void check_idle() const {
-    if (running_) throw std::runtime_error("the job runs, in another thread");
+    if (running_) throw_running();
   }
 
   std::shared_ptr<Engine> engine_;

@@ -100,16 +100,15 @@ int64_t PyReadJob::add_memory(size_t file, uint64_t offset, std::byte* data, siz
 
 std::vector<uint32_t> PyReadJob::run() {
   if (job_->forked()) throw EngineClosed("the job was made in another process, before a fork");
-  check_idle();
+  if (running_.exchange(true)) throw_running();
+  const auto done = [this](const void*) { running_ = false; };
+  const std::unique_ptr<const void, decltype(done)> ends(this, done);
   for (const auto& [tensor, memory] : tensors_) {
     // Its storage was resized since it was added, perhaps.
     if (!is_plain(tensor) || tensor.const_data_ptr() != memory) {
       throw std::invalid_argument("the memory of a tensor that is to be read was freed or moved");
     }
   }
-  running_ = true;
-  const auto done = [this](const void*) { running_ = false; };
-  const std::unique_ptr<const void, decltype(done)> ends(this, done);
   programs_.follow();  // may throw, and then the job still has them to read into
   // The job is through with them, whether it comes to its end or throws.
   const auto tensors = std::move(tensors_);
@@ -122,7 +121,7 @@ std::vector<uint32_t> PyReadJob::run() {
 }
 
 void PyReadJob::check_idle() const {
-  if (running_) throw std::runtime_error("the job runs, in another thread");
+  if (running_) throw_running();
 }
 
 void PyReadJob::check_place(size_t file, uint64_t offset, uint64_t size) const {

@@ -11,6 +11,7 @@
 
 #include "bindings.h"
 #include "bindings_tensor.h"
+#include "mutex.h"
 
 namespace pyckpt {
 namespace {
@@ -23,7 +24,11 @@ void keep_on_device([[maybe_unused]] const c10::Storage& storage,
   // Torch remembers the stream for as long as it has the memory, and asks it when that is freed: so
   // it must not go with its engine.
   static auto* const kept = new std::unordered_set<std::shared_ptr<Device>>;
-  kept->insert(device);
+  static auto* const mutex = new Mutex;
+  {
+    const Lock lock(*mutex);
+    kept->insert(device);
+  }
   const CurrentDevice current_device(true);
   const auto index = static_cast<c10::DeviceIndex>(device->index());
   c10::cuda::CUDACachingAllocator::recordStream(
@@ -37,6 +42,10 @@ void keep_on_device([[maybe_unused]] const c10::Storage& storage,
 // The storage shares its memory from then on, as one of several owners, and goes on doing so when
 // the others are gone: by then another thread may be resizing it.
 std::shared_ptr<const void> share_memory(const c10::Storage& storage) {
+  // Two threads may save the same tensor. One process-wide mutex, as storages have none, and as
+  // this takes less time than finding one of several would.
+  static auto* const mutex = new Mutex;
+  const Lock lock(*mutex);
   c10::StorageImpl* const impl = storage.unsafeGetStorageImpl();
   const at::DataPtr& memory = std::as_const(*impl).data_ptr();
   if (memory.get_deleter() == &let_go) {

@@ -19,7 +19,8 @@ std::shared_ptr<const void> share_memory(const c10::Storage& storage);
 
 [[noreturn]] void throw_resized();
 
-// Keeps memory of tensors while it lives. Used with the GIL held; may be destroyed without.
+// Keeps memory of tensors while it lives. Used by one thread that Python knows; any other may
+// destroy it.
 class Sources {
  public:
   // Where a storage is `resizable`, the program may give it other memory while this lives, as FSDP

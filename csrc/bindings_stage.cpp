@@ -50,14 +50,19 @@ class StorageSet {
       }
     } else if (PyDict_Check(object)) {
       const Level level;
+      const CriticalSection section(object);
       PyObject *key, *value;
       Py_ssize_t position = 0;
-      while (PyDict_Next(object, &position, &key, &value) != 0) walk(value);
-    } else if (PyList_Check(object) || PyTuple_Check(object)) {
-      const Level level;
-      for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
-        walk(PySequence_Fast_GET_ITEM(object, i));
+      while (PyDict_Next(object, &position, &key, &value) != 0) {
+        walk(py::reinterpret_borrow<py::object>(value).ptr());
       }
+    } else if (PyList_Check(object)) {
+      const Level level;
+      py::object entry;
+      for (Py_ssize_t i = 0; (entry = entry_of(object, i)); ++i) walk(entry.ptr());
+    } else if (PyTuple_Check(object)) {
+      const Level level;
+      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); ++i) walk(PyTuple_GET_ITEM(object, i));
     }
   }
 
@@ -141,6 +146,8 @@ class PyStaging {
       if (!tensor.defined()) continue;
       if (tensor.is_cuda()) sources[i].device = programs.add(*engine_, tensor);
       kept->add(tensor, sources[i].device, /*resizable=*/sources[i].guarded);
+      // Without the GIL, another thread may have come between.
+      if (sources[i].guarded && tensor.const_data_ptr() != sources[i].data) throw_resized();
     }
     programs.follow();
     programs_ = programs.all();

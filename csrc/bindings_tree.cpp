@@ -17,19 +17,23 @@ bool is_container(PyObject* object) {
   if (PyDict_Check(object)) return true;
   if (!PyList_CheckExact(object)) return false;
   const Level level;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(object); ++i) {
-    PyObject* const entry = PyList_GET_ITEM(object, i);
-    if (THPVariable_Check(entry) || is_container(entry)) return true;
+  py::object entry;
+  for (Py_ssize_t i = 0; (entry = entry_of(object, i)); ++i) {
+    if (THPVariable_Check(entry.ptr()) || is_container(entry.ptr())) return true;
   }
   return false;
 }
 
+// Names, made with the module: a thread that waits for another one's initialisation of a static
+// would keep a Python without the GIL from collecting garbage, which the other may wait for.
+PyObject* create_write_items = nullptr;
+PyObject* global_offsets = nullptr;
+
 // Whether DCP asks the object itself which parts of what it holds (`plans_itself` in
 // pyckpt/dcp/leaves.py): an attribute that may come and go while type and shape stay.
 bool plans_itself(PyObject* object) {
-  static PyObject* const items = PyUnicode_InternFromString("__create_write_items__");
-  static PyObject* const offsets = PyUnicode_InternFromString("global_offsets");
-  return PyObject_HasAttr(object, items) != 0 || PyObject_HasAttr(object, offsets) != 0;
+  return PyObject_HasAttr(object, create_write_items) != 0 ||
+         PyObject_HasAttr(object, global_offsets) != 0;
 }
 
 class StateTree {
@@ -86,18 +90,22 @@ class StateTree {
         py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(Py_TYPE(object)));
     if (PyDict_Check(object)) {
       nodes_[at].kind = Kind::kDict;
-      nodes_[at].children = static_cast<size_t>(PyDict_Size(object));
+      const CriticalSection section(object);
       PyObject *key, *value;
       Py_ssize_t position = 0;
       while (PyDict_Next(object, &position, &key, &value) != 0) {
+        const auto held = py::reinterpret_borrow<py::object>(value);
         nodes_[at].keys.push_back(py::reinterpret_borrow<py::object>(key));
         describe(value);
       }
+      // Not as many as there were before: what is described may change what it is in.
+      nodes_[at].children = nodes_[at].keys.size();
     } else if (is_container(object)) {
       nodes_[at].kind = Kind::kList;
-      nodes_[at].children = static_cast<size_t>(PyList_GET_SIZE(object));
-      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(object); ++i) {
-        describe(PyList_GET_ITEM(object, i));
+      py::object entry;
+      for (Py_ssize_t i = 0; (entry = entry_of(object, i)); ++i) {
+        describe(entry.ptr());
+        ++nodes_[at].children;
       }
     } else {
       ++leaves_;
@@ -132,6 +140,7 @@ class StateTree {
     switch (node.kind) {
       case Kind::kDict: {
         if (static_cast<size_t>(PyDict_Size(object)) != node.children) return false;
+        const CriticalSection section(object);
         PyObject *key, *value;
         Py_ssize_t position = 0;
         size_t i = 0;
@@ -139,8 +148,8 @@ class StateTree {
           PyObject* const expected = node.keys[i].ptr();
           // Comparing keys of a program's own class runs its code, which may take them away.
           const auto held = py::reinterpret_borrow<py::object>(value);
+          const auto held_key = py::reinterpret_borrow<py::object>(key);
           if (key != expected) {
-            const auto held_key = py::reinterpret_borrow<py::object>(key);
             // Equal is not enough: True == 1, but their names differ.
             if (Py_TYPE(key) != Py_TYPE(expected)) return false;
             const int equal = PyObject_RichCompareBool(key, expected, Py_EQ);
@@ -149,17 +158,15 @@ class StateTree {
           }
           if (!matches(value, cursor, leaves)) return false;
         }
-        return i == node.children;
+        return i == node.children && static_cast<size_t>(PyDict_Size(object)) == node.children;
       }
       case Kind::kList: {
         if (static_cast<size_t>(PyList_GET_SIZE(object)) != node.children) return false;
         for (size_t i = 0; i < node.children; ++i) {
-          if (static_cast<size_t>(PyList_GET_SIZE(object)) != node.children) return false;
-          const auto entry = py::reinterpret_borrow<py::object>(
-              PyList_GET_ITEM(object, static_cast<Py_ssize_t>(i)));
-          if (!matches(entry.ptr(), cursor, leaves)) return false;
+          const py::object entry = entry_of(object, static_cast<Py_ssize_t>(i));
+          if (!entry || !matches(entry.ptr(), cursor, leaves)) return false;
         }
-        return true;
+        return static_cast<size_t>(PyList_GET_SIZE(object)) == node.children;
       }
       case Kind::kTensor:
         if (!same_tensor(THPVariable_Unpack(object), node)) return false;
@@ -203,6 +210,9 @@ class StateTree {
 }  // namespace
 
 void register_state_tree(py::module_& module) {
+  create_write_items = PyUnicode_InternFromString("__create_write_items__");
+  global_offsets = PyUnicode_InternFromString("global_offsets");
+  if (create_write_items == nullptr || global_offsets == nullptr) throw py::error_already_set();
   py::class_<StateTree>(module, "StateTree")
       .def(py::init<const py::object&>(), py::arg("state_dict"))
       .def("match", &StateTree::match, py::arg("state_dict"))

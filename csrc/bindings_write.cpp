@@ -54,6 +54,7 @@ class PyFillJob {
   bool add_tensor(const at::Tensor& tensor, const std::shared_ptr<Envelope>& envelope,
                   Programs* programs) {
     if (!is_plain(tensor)) return false;
+    const void* const memory = tensor.storage().data();
     Source source;
     source.data = static_cast<const std::byte*>(tensor.const_data_ptr());
     source.size = tensor.nbytes();
@@ -74,7 +75,8 @@ class PyFillJob {
     // Other threads may resize what is the program's own.
     if (tensor.is_cpu() && !source.staged && tensor.storage().resizable()) {
       held.memory = share_memory(tensor.storage());
-      if (!held.memory) held.watched = tensor.storage().data();
+      if (!held.memory) held.watched = memory;
+      if (tensor.storage().data() != memory) throw_resized();  // since it was looked at above
     }
     held_.push_back(std::move(held));
     add(envelope, std::move(source));

@@ -94,6 +94,7 @@ def _events(tracks: _Tracks, ranges: list[Range]) -> Iterator[dict[str, Any]]:
             "args": {"bytes": size} if size else {},
         }
 
+    ranges = list(ranges)  # threads that are in one still append to it
     # Python's names of its threads say more than the kernel's.
     names = {thread: name for thread, name, _, _ in tracks}
     names |= {thread.native_id: thread.name for thread in threading.enumerate() if thread.native_id}

@@ -53,7 +53,8 @@ def named(name: str, payload: int | None = None) -> AbstractContextManager[Any]:
     ranged: AbstractContextManager[Any] = _NOTHING
     if nvtx is not None:
         ranged = nvtx.annotate(name, domain="pyckpt", payload=payload)
-    return ranged if _kept is None else _Kept(name, payload, ranged, _kept)
+    kept = _kept  # another thread may end the recording
+    return ranged if kept is None else _Kept(name, payload, ranged, kept)
 
 
 class _Kept:

@@ -188,6 +188,65 @@ def test_keys_that_change_what_they_are_in() -> None:
     assert tree.match(changing) is None
 
 
+@pytest.mark.parametrize("grows", [True, False])
+def test_leaves_that_change_what_they_are_in(grows: bool) -> None:
+    armed: list[Any] = []
+
+    class Leaf:
+        def __getattr__(self, name: str) -> Any:  # it is asked whether it plans itself
+            for changing in armed:
+                if isinstance(changing, dict):
+                    changing.update({str(i): i for i in range(99)}) if grows else changing.clear()
+                else:
+                    changing.extend([0] * 99) if grows else changing.clear()
+            raise AttributeError(name)
+
+    def state() -> list[Any]:
+        return [
+            {"a": Leaf(), "b": Leaf(), "c": torch.ones(1)},
+            [torch.ones(1), Leaf(), Leaf(), torch.ones(1)],
+        ]
+
+    for which in (0, 1):
+        tree = _C.StateTree({"state": state()})
+        changing = state()
+        armed.append(changing[which])
+        assert tree.match({"state": changing}) is None
+        armed.clear()
+        changing = state()
+        armed.append(changing[which])
+        tree = _C.StateTree({"state": changing})  # whichever of the two it saw
+        armed.clear()
+        assert len(tree.build([0] * len(tree))["state"]) == 2
+
+
+def test_containers_that_other_threads_change() -> None:
+    mapping: dict[str, Any] = {"a": torch.ones(1)}
+    entries: list[Any] = [torch.ones(1)]
+    state = {"mapping": mapping, "entries": entries}
+    over = threading.Event()
+
+    def change() -> None:
+        while not over.is_set():
+            for i in range(50):
+                mapping[str(i)] = torch.ones(1)
+                entries.append([torch.ones(1)])
+            mapping.clear()
+            entries.clear()
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    try:
+        for _ in range(300):
+            tree = _C.StateTree(state)
+            leaves = tree.match(state)
+            assert leaves is None or len(leaves) == len(tree)
+            _C.StorageSet().add(state)
+    finally:
+        over.set()
+        changing.join()
+
+
 def test_jobs_take_an_engine(tmp_path: Path) -> None:
     for make in (
         lambda: _C.ReadJob(None),  # type: ignore[arg-type]

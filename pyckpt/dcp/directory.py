@@ -35,6 +35,8 @@ _unfinished: set[Path] = set()
 # keeps an error keeps the writer that raised it. So claims of other ranks may last until the next
 # save.
 _claims: WeakSet[Claim] = WeakSet()
+_lock = fork_safe_lock()
+"""Held while either of these sets changes or is read."""
 
 
 class DataFile:
@@ -53,7 +55,8 @@ class DataFile:
         self._claim: Claim | None = None
         self._job: _C.WriteJob | None = None
         if not shared:
-            _unfinished.add(path)
+            with _lock:
+                _unfinished.add(path)
 
     def create(self, engine: Engine, expected: int) -> _C.FillJob:
         with self._directory.turn(shared=True):
@@ -67,7 +70,8 @@ class DataFile:
             # Before others sweep.
             if not self._directory.is_fenced:
                 self._claim = Claim(self.path)
-                _claims.add(self._claim)
+                with _lock:
+                    _claims.add(self._claim)
         return job
 
     def finish(self, check: Callable[[], None]) -> bytes:
@@ -89,7 +93,8 @@ class DataFile:
         return None
 
     def let_go(self) -> None:
-        _unfinished.discard(self.path)
+        with _lock:
+            _unfinished.discard(self.path)
         claim, self._claim = self._claim, None
         if claim is not None:
             claim.release()
@@ -151,8 +156,10 @@ class Directory:
     def _release_claims(self) -> None:
         """Release the files there that earlier saves of this process claimed and never released."""
         here = os.path.realpath(self.path)
-        for claim in list(_claims):
-            if claim.path not in _unfinished and os.path.realpath(claim.path.parent) == here:
+        with _lock:
+            claims = [claim for claim in _claims if claim.path not in _unfinished]
+        for claim in claims:
+            if os.path.realpath(claim.path.parent) == here:
                 claim.release()
 
     def _sweep_remains(self, before: Callable[[], None]) -> None:
@@ -196,7 +203,8 @@ class Directory:
 
     def _unfinished_names(self) -> set[str]:
         here = os.path.realpath(self.path)
-        others = tuple(_unfinished)
+        with _lock:
+            others = tuple(_unfinished)
         return {path.name for path in others if os.path.realpath(path.parent) == here}
 
 

@@ -36,12 +36,13 @@ class Claim:
         self._held.enter_context(trying(descriptor))
 
     def release(self) -> None:
-        """Release the lock. Idempotent."""
-        self._held.close()
+        """Release the lock. Idempotent, and any thread may call it."""
+        held: ExitStack | None = self.__dict__.pop("_held", None)  # so one thread alone gets it
+        if held is not None:
+            held.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_held"):
-            self.release()
+        self.release()
 
 
 def is_claimed(path: Path) -> bool:

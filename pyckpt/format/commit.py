@@ -337,14 +337,15 @@ def remove_unnamed(
 
     Call it right after a commit: ``committed`` is the metadata's name, and ``named`` what that
     metadata names. A file that cannot be removed is logged and stays: it takes room, but it cannot
-    be mistaken for a part of the checkpoint. Returns whether all of them are gone.
+    be mistaken for a part of the checkpoint. Nor is one removed that another save claims. Returns
+    whether all of them are gone.
     """
     try:
         names = os.listdir(directory)
         unnamed = {name for name in names if is_data_file(name, rank)} - named
-        unnamed = {name for name in unnamed if not is_claimed(directory / name)}
+        claimed = {name for name in unnamed if is_claimed(directory / name)}
         others = {*filter(_METADATA_FILE.fullmatch, names)} - {committed}
-        is_gone = _remove(directory, unnamed, others)
+        is_gone = _remove(directory, unnamed - claimed, others) and not claimed
         notes = {name for name in names if _is_note(name)}
         is_gone &= _unlink(directory, notes if rank is None else notes & {mark_name(rank)})
         return _unlink(directory, {name for name in names if _is_temporary(name, rank)}) and is_gone

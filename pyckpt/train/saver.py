@@ -418,9 +418,9 @@ class Saver:
         self.writing.discard(handle.step)
         with self._lock:
             if failure is not None:
+                self._failure = failure  # before `failed`, by which others see that it is there
                 self.failed = number
                 self.failures += 1
-                self._failure = failure
             self.ended = number
         if failure is not None:
             sweeps = self._ranks.rank == 0 if self._nodes is None else self._nodes.acts

@@ -133,22 +133,25 @@ class Stopwatch:
     @property
     def lost_seconds(self) -> float:
         """See ``CheckpointerStatistics``. Any thread may read it."""
-        alone = tuple(self._alone)
+        alone = self._alone.copy()  # the training thread may be appending to it
         slowed = 0.0
         if alone:
             slowed = self._beside_seconds - self._beside_count * statistics.median(alone)
         return self._waited_seconds + max(0.0, slowed)
 
     def statistics(self, **counts: Any) -> CheckpointerStatistics:
-        step = statistics.median(self._alone) if self._alone else 0.0
+        # The thread that saves, and that of training, may be appending to these.
+        alone, beside = self._alone.copy(), self._beside.copy()
+        blocked, commits = self._blocked.copy(), self._commits.copy()
+        step = statistics.median(alone) if alone else 0.0
         slowed = 0.0
-        if self._alone and self._beside and self._beside_saves:
-            extra = statistics.fmean(self._beside) - step
+        if alone and beside and self._beside_saves:
+            extra = statistics.fmean(beside) - step
             slowed = max(0.0, extra * self._beside_count / self._beside_saves)
         return CheckpointerStatistics(
-            blocked_seconds=statistics.median(self._blocked) if self._blocked else 0.0,
+            blocked_seconds=statistics.median(blocked) if blocked else 0.0,
             slowed_seconds=slowed,
-            commit_seconds=statistics.median(self._commits) if self._commits else 0.0,
+            commit_seconds=statistics.median(commits) if commits else 0.0,
             step_seconds=step,
             lost_seconds=self.lost_seconds,
             **counts,

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import pyckpt
 from pyckpt.format import commit
+from pyckpt.format.claim import Claim
 from pyckpt.train.store.catalog import NOTE_KEY, Catalog, CheckpointInfo, note, reading
 from pyckpt.train.store.pruner import Protected, Pruner, prune
 from pyckpt.train.store.removal import remove
@@ -420,6 +421,18 @@ class Failing:
             self.failed += 1
             raise OSError(5, "Input/output error", str(path))
         return self._original(path, *rest, **options)
+
+
+def test_what_another_save_claimed_at_the_commit_goes_with_the_next_save(tmp_path: Path) -> None:
+    with pyckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"x": torch.zeros(4)}).wait()
+        (replaced,) = (tmp_path / "step-00000001").glob("*.distcp")
+        claim = Claim(replaced)
+        checkpointer.save(1, {"x": torch.ones(4)}).wait()
+        assert replaced.exists()
+        claim.release()
+        checkpointer.save(2, {"x": torch.zeros(4)}).wait()
+        assert not replaced.exists()
 
 
 @pytest.mark.parametrize("call", ["unlink", "listdir"])

@@ -67,8 +67,7 @@ class Protection:
 
     def release(self) -> None:
         """End the protection. Idempotent."""
-        if self._held:
-            self._held = False
+        if self.__dict__.pop("_held", False):  # so one thread alone gets it
             self._protected.discard(self._step)
 
     def __enter__(self) -> Protection:
