@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import signal
@@ -268,15 +269,40 @@ def test_what_is_being_read_stays(where: str, tmp_path: Path) -> None:
         pass
 
 
-def test_a_reader_that_comes_second_is_told(tmp_path: Path) -> None:
+def test_a_reader_that_comes_second_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyckpt.train.store.catalog._PATIENCE_SECONDS", 0.05)
     path = write(tmp_path, 1)
     descriptor = os.open(path / ".metadata", os.O_RDONLY)
     try:
-        import fcntl
-
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         with pytest.raises(FileNotFoundError, match="is being removed"), reading(path):
             pass
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("removes", [True, False])
+def test_a_reader_waits_for_what_a_removal_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removes: bool
+) -> None:
+    """A removal that may not remove it lets go of its lock, and the checkpoint is there still."""
+    path = write(tmp_path, 1)
+    descriptor = os.open(path / ".metadata", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+    def end(_: float) -> None:
+        if removes:
+            os.rename(path / ".metadata", path / commit.REMOVED)
+        else:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+    try:
+        monkeypatch.setattr("pyckpt.train.store.catalog.time.sleep", end)
+        expected = pytest.raises(FileNotFoundError, match="removed") if removes else nullcontext()
+        with expected, reading(path):
+            assert not removes
     finally:
         os.close(descriptor)
 

@@ -15,6 +15,7 @@ import io
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,6 +56,10 @@ __all__ = [
 ]
 
 _logger = logging.getLogger("pyckpt")
+
+_POLL_SECONDS = 0.01
+_PATIENCE_SECONDS = 10.0
+"""A removal makes one system call between its lock and the metadata's new name."""
 
 NOTE_KEY = "pyckpt.checkpoint"
 """The key, beside those of the state, under which a checkpoint describes itself: a string of JSON
@@ -451,10 +456,16 @@ def reading(path: Path) -> Iterator[None]:
     name = path / commit.metadata_name()
     descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        with trying(descriptor, shared=True) as mine:
-            if not mine or not _is_still(name, descriptor):
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            with trying(descriptor, shared=True) as mine:
+                if mine and _is_still(name, descriptor):
+                    yield
+                    return
+            # Who holds the lock renames the file at once, or finds that the checkpoint is to stay.
+            if mine or not _is_still(name, descriptor) or time.monotonic() > deadline:
                 raise FileNotFoundError(2, "the checkpoint is being removed", str(path))
-            yield
+            time.sleep(_POLL_SECONDS)
     finally:
         close_unwritten(descriptor)
 
