@@ -194,6 +194,13 @@ def test_what_is_no_module(tmp_path: Path) -> None:
         pyckpt.load_model({"model": nn.Linear(1, 1)}, tmp_path)  # type: ignore[arg-type]
 
 
+def test_a_checkpoint_that_lost_its_metadata(run: Path) -> None:
+    directory = run / "step-00000001"
+    (directory / ".metadata").unlink()
+    with pytest.raises(FileNotFoundError, match="data files, and no .metadata"):
+        pyckpt.load_model(model_of(0), directory)
+
+
 def test_nothing_to_load(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         pyckpt.load_model(model_of(0), tmp_path / "absent")

@@ -434,6 +434,17 @@ def lay_out_a_checkpoint(root: Path) -> Path:
     return root / "step-00000001"
 
 
+def lay_out_lost_metadata(root: Path) -> Path:
+    (lay_out_a_checkpoint(root) / ".metadata").unlink()
+    return root / "step-00000001"
+
+
+def lay_out_a_killed_save(root: Path) -> Path:
+    directory = lay_out_a_checkpoint(root)
+    (directory / ".metadata").rename(directory / ".saving")
+    return directory
+
+
 def lay_out_other_names(root: Path) -> Path:
     dcp.save({"step": 1}, checkpoint_id=root / "step-500")
     return root
@@ -455,6 +466,8 @@ def lay_out_unfinished(root: Path) -> Path:
         (lay_out_typo, "no such directory"),
         (lay_out_empty, "is empty"),
         (lay_out_a_checkpoint, "itself a checkpoint; pass {root}, or load it with pyckpt.load"),
+        (lay_out_lost_metadata, "data files, and no .metadata: 'cp directory/*' leaves that out"),
+        (lay_out_a_killed_save, "it holds what a save or a removal left that was interrupted"),
         (lay_out_other_names, "holds step-500, which pyckpt.load reads"),
         (lay_out_transformers, "1 entry is not named as step-00000500 is: checkpoint-5"),
         (lay_out_unfinished, "step-00000007: unfinished"),

@@ -244,12 +244,16 @@ class Catalog:
             names = sorted(os.listdir(self.directory))
         except OSError as error:
             return "there is no such directory" if error.errno == errno.ENOENT else str(error)
-        if commit.metadata_name() in names or any(map(commit.is_part, names)):
+        if any(map(commit.is_metadata, names)):
             above = self.directory.parent
             other = (
                 f"pass {above}, or " if self.naming.step_of(self.directory.name) is not None else ""
             )
             return f"this is itself a checkpoint; {other}load it with pyckpt.load"
+        if commit.lost_metadata(names):
+            return commit.LOST_METADATA
+        if any(map(commit.is_part, names)):
+            return "it holds what a save or a removal left that was interrupted"
         ours = [str(entry) for step in self.steps() for entry in [self.examine(step)]]
         others = [name for name in names if name != FOLDER and self.naming.step_of(name) is None]
         saved = [name for name in others if (self.directory / name / ".metadata").exists()]
