@@ -163,6 +163,14 @@ def test_a_file_that_cannot_be_written_leaves_nothing(
     assert "pyckpt_saves_started_total" in (tmp_path / "a.prom").read_text()
 
 
+def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.prom")
+    with pytest.raises(FileExistsError, match="no regular file"):
+        exporters.PrometheusFile(tmp_path / "a.prom")(some_events()[0])
+    assert (tmp_path / "a.prom").is_fifo()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_a_file_that_the_collector_would_pass_over_is_refused() -> None:
     with pytest.raises(ValueError, match=r"must end with \.prom"):
         exporters.PrometheusFile("metrics.txt")

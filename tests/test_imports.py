@@ -28,7 +28,7 @@ MAY_USE = {
     "speaking": set(),
     "activity": {"locks", "printable"},
     "bars": {"activity", "printable"},
-    "exporters": {"locks", "train"},
+    "exporters": {"format", "locks", "train"},
     "timeline": set(),
     "recording": {"_C", "timeline"},
     "collector": {"locks"},

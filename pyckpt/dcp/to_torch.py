@@ -14,6 +14,7 @@ import torch
 from pyckpt.dcp.load import load_all
 from pyckpt.dcp.objects import Allowed
 from pyckpt.engine import Engine
+from pyckpt.format.files import refuse_to_replace
 from pyckpt.remote.address import local_place_of
 
 __all__ = ["to_torch", "write_torch"]
@@ -34,17 +35,19 @@ def to_torch(
 
     Args:
         path: the checkpoint's directory.
-        file: the file to write; one that is there is replaced.
+        file: the file to write; one that is there is replaced, and nothing else is.
         allow: see `pyckpt.load`.
         direct: whether reading bypasses the page cache, as for `DirectReader`.
         engine: the memory and threads to use; by default those that everyone shares.
 
     Raises:
+        FileExistsError, IsADirectoryError: ``file`` is there, and is no regular file.
         OSError: a file cannot be read or written.
         ValueError: ``file`` is a URL or empty.
         PyckptError: as `pyckpt.load`.
     """
     target = local_place_of(file)
+    refuse_to_replace(target)  # before the work, and once more after it
     write_torch(load_all(path, allow=allow, direct=direct, engine=engine), target)
 
 
@@ -67,6 +70,7 @@ def write_torch(state: Any, target: Path, *, like: Path | None = None) -> None:
             output.flush()
             os.fsync(output.fileno())
         _permit(temporary, found)
+        refuse_to_replace(target)
         os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)

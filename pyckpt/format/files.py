@@ -1,14 +1,16 @@
-"""Opens files safely in a checkpoint's directory, which other programs may have filled."""
+"""Opens files safely in a checkpoint's directory, which other programs may have filled, and keeps
+what is no file from being replaced by one."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from io import BufferedReader
 
 from pyckpt.errors import CorruptCheckpoint
 
-__all__ = ["check_regular", "open_regular", "read_regular"]
+__all__ = ["check_regular", "open_regular", "read_regular", "refuse_to_replace"]
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
@@ -55,3 +57,21 @@ def check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
     """
     if not stat.S_ISREG(status.st_mode):
         raise CorruptCheckpoint(f"{os.fspath(path)} is not a regular file", path=os.fspath(path))
+
+
+def refuse_to_replace(path: str | os.PathLike[str]) -> None:
+    """Check that a new file may take this name: there is nothing, or a regular file, or a link to
+    one. A rename would put the file in the place of a device or a pipe, which other programs use.
+
+    Raises:
+        IsADirectoryError: there is a directory.
+        FileExistsError: there is a device, a pipe or a socket.
+        OSError: it cannot be looked at.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return  # also a link that leads nowhere, which leads to nothing that would be lost
+    if not stat.S_ISREG(mode):
+        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EEXIST
+        raise OSError(number, "this is no regular file, and is not replaced by one", os.fspath(path))

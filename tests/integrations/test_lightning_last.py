@@ -255,6 +255,10 @@ def test_a_checkpoint_becomes_the_file_that_lightning_would_have_written(tmp_pat
     pyckpt.save({"other": torch.ones(1)}, tmp_path / "other")
     with pytest.raises(LoadError, match="no checkpoint of a Trainer"):
         to_lightning(tmp_path / "other", file)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileExistsError, match="no regular file"):
+        to_lightning(tmp_path / "b/c/epoch=0.ckpt", tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_shards_of_lightnings_own_are_refused_with_the_command_to_convert_them(

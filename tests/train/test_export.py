@@ -328,6 +328,31 @@ def test_there_is_no_checkpoint(tmp_path: Path) -> None:
         pyckpt.export(tmp_path / "c", tmp_path / "out")
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors"])
+def test_an_export_replaces_files_and_nothing_else(name: str, tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "c", {"model": model()})
+    out = tmp_path / "out"
+    out.mkdir()
+    os.mkfifo(out / name)
+    with pytest.raises(FileExistsError, match="no regular file") as caught:
+        pyckpt.export(checkpoint, out)
+    assert caught.value.filename == str(out / name)
+    assert (out / name).is_fifo()
+    (out / name).unlink()
+    (out / name).mkdir()
+    with pytest.raises(IsADirectoryError, match="no regular file"):
+        pyckpt.export(checkpoint, out, max_shard_size="100KB")
+    assert os.listdir(out) == [name]
+    (out / name).rmdir()
+
+    os.mkfifo(out / "config.json")
+    with pytest.raises(FileExistsError, match="no regular file"):
+        pyckpt.export(checkpoint, out, config={"layers": 1})
+    assert os.listdir(out) == ["config.json"]
+    pyckpt.export(checkpoint, out)  # which does not write it
+    assert (out / "config.json").is_fifo()
+
+
 def _sharded(directory: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     tensors = model()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import os
 import warnings
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import pyckpt
+from pyckpt.dcp.to_torch import write_torch
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.train.state.app_state import AppState
 from pyckpt.train.store.catalog import Catalog
@@ -116,11 +118,38 @@ def test_everything_without_a_state(tmp_path: Path) -> None:
 
 
 def test_to_torch_leaves_nothing_where_it_fails(tmp_path: Path) -> None:
-    save({"a": {1: 2}}, tmp_path / "saved")
-    (tmp_path / "out.pt").mkdir()
-    with pytest.raises(IsADirectoryError):
-        pyckpt.to_torch(tmp_path / "saved", tmp_path / "out.pt")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.pt", "saved"]
+    with pytest.raises(AttributeError, match="pickle"):
+        write_torch({"a": lambda: None}, tmp_path / "out.pt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_to_torch_replaces_files_and_nothing_else(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("pipe")
+    before = sorted(tmp_path.iterdir())
+    for name, kind in (
+        ("pipe", FileExistsError),
+        ("link", FileExistsError),
+        ("folder", IsADirectoryError),
+    ):
+        # Before it looks for the checkpoint, of which there is none.
+        with pytest.raises(kind, match="no regular file") as caught:
+            pyckpt.to_torch(tmp_path / "saved", tmp_path / name)
+        assert caught.value.filename == str(tmp_path / name)
+        with pytest.raises(kind, match="no regular file"):
+            write_torch({"a": 1}, tmp_path / name)
+    assert sorted(tmp_path.iterdir()) == before
+    assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "link").is_symlink()
+
+    save({"a": 1}, tmp_path / "saved")
+    (tmp_path / "file").touch()
+    (tmp_path / "to file").symlink_to("file")
+    (tmp_path / "to nothing").symlink_to("none")
+    for name in ("file", "to file", "to nothing"):
+        pyckpt.to_torch(tmp_path / "saved", tmp_path / name)
+        assert torch.load(tmp_path / name, weights_only=True) == {"a": 1}
 
 
 # --- tensors under other keys than strings --------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 
 from pyckpt.dcp.load import load_all
 from pyckpt.errors import LoadError
+from pyckpt.format.files import refuse_to_replace
 
 __all__ = ["as_lightning", "is_of_training", "to_lightning"]
 
@@ -31,13 +32,16 @@ def to_lightning(directory: str | os.PathLike[str], file: str | os.PathLike[str]
     Raises:
         LoadError: the directory has no checkpoint that `pyckpt.integrations.lightning` saved.
         CorruptCheckpoint: bytes are not those that were saved.
+        FileExistsError, IsADirectoryError: ``file`` is there, and is no regular file.
         OSError: a file could not be read or written.
     """
-    checkpoint = as_lightning(directory)
     path = Path(file)
+    refuse_to_replace(path)  # before the work, and once more after it
+    checkpoint = as_lightning(directory)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         torch.save(checkpoint, temporary)
+        refuse_to_replace(path)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

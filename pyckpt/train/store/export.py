@@ -30,6 +30,7 @@ from pyckpt.train.store.swap import (
     new_file,
     put_in_place,
     refuse_others_files,
+    refuse_what_is_no_file,
     temporary_directory,
 )
 from pyckpt.train.store.tensors import ModelTensor, RenameTensors, TensorSource
@@ -100,7 +101,9 @@ def export(
         ValueError: an argument is out of range, there are no tensors under ``key``, two tensors
             that ``tied`` pairs differ, or safetensors lacks the dtype.
         CorruptCheckpoint: bytes differ from those that were saved.
-        FileExistsError: ``overwrite`` is False, and there is such a file.
+        FileExistsError: ``overwrite`` is False, and there is such a file; or a pipe, a device or
+            the like has the name of a file to write or to remove.
+        IsADirectoryError: a directory has such a name.
         OSError: a file cannot be read or written.
     """
     if format not in _FILES:
@@ -127,8 +130,11 @@ def export(
         names = _names(stem, suffix, len(shards))
         where = {tensor.name: i for i, shard in enumerate(shards) for tensor in shard}
         commit.make_directory(target, sync=True)
+        # Before the work, and once more after it.
+        others = () if content_of_config is None else (CONFIG,)
+        refuse_what_is_no_file(target, (stem, suffix), others)
         if not overwrite:
-            refuse_others_files(target, (stem, suffix))  # before the work, and once more after it
+            refuse_others_files(target, (stem, suffix))
         with temporary_directory(target) as temporary:
             for i, shard in enumerate(shards):
                 here = {alias: name for alias, name in aliases.items() if where[name] == i}

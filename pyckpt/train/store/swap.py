@@ -21,7 +21,7 @@ from typing import Any
 
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format import commit
-from pyckpt.format.files import open_regular
+from pyckpt.format.files import open_regular, refuse_to_replace
 from pyckpt.format.flock import close_unwritten
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "new_file",
     "put_in_place",
     "refuse_others_files",
+    "refuse_what_is_no_file",
     "temporary_directory",
 ]
 
@@ -156,6 +157,20 @@ def refuse_others_files(target: Path, kind: tuple[str, str]) -> None:
             )
 
 
+def refuse_what_is_no_file(target: Path, kind: tuple[str, str], names: Sequence[str] = ()) -> None:
+    """Raise if an export would replace or remove what is no regular file.
+
+    Args:
+        names: files that it writes and that its kind does not tell.
+
+    Raises:
+        IsADirectoryError: it is a directory.
+        FileExistsError: it is a device, a pipe or a socket.
+    """
+    for name in (*_in_the_way(target, kind), *names):
+        refuse_to_replace(target / name)
+
+
 def _is_marked(path: Path) -> bool:
     try:
         with open_regular(path) as file:
@@ -181,12 +196,13 @@ def put_in_place(
     overwrite: bool = True,
 ) -> None:
     """Replace an earlier export by the files in ``temporary``. The last of ``names`` completes it:
-    the only file, or the index, for which loaders look. Raises as `refuse_others_files`, unless
-    ``overwrite`` is given."""
+    the only file, or the index, for which loaders look. Raises as `refuse_what_is_no_file`, and
+    unless ``overwrite`` is given as `refuse_others_files`."""
     stem, suffix = kind
     single = f"{stem}.{suffix}"
     index = target / f"{single}.index.json"
     with _one_at_a_time(target):
+        refuse_what_is_no_file(target, kind, names)
         if not overwrite:
             refuse_others_files(target, kind)
         if len(names) > 1 and not _is_same_config(temporary, target, names):
