@@ -151,7 +151,7 @@ class DirectReader(StorageReader):
         try:
             with named("read metadata"):
                 metadata = read_metadata(self._folder, name)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             if isinstance(self.path, Path):
                 raise commit.no_checkpoint(self.path) from None
             raise

@@ -81,6 +81,12 @@ LOST_METADATA = (
 )
 """What to say where ``lost_metadata``."""
 
+_IS_A_FILE = (
+    "this is a file, and not the directory of a checkpoint; pyckpt.load_model reads a file of "
+    "weights, and 'pyckpt import FILE RUN' makes a checkpoint of a file of torch.save, of "
+    "safetensors or of Lightning"
+)
+
 # Directories whose own name is on disk, by the path without links. With what tells them from those
 # that another process may have put in their place since.
 _durable: dict[str, _Identity] = {}
@@ -153,17 +159,20 @@ def lost_metadata(names: Collection[str]) -> bool:
     return not any(is_mark(name) or _METADATA_FILE.fullmatch(name) for name in names)
 
 
-def no_checkpoint(directory: Path) -> FileNotFoundError:
-    """The error of looking for a checkpoint in a directory that has no metadata, or is not there.
+def no_checkpoint(directory: Path) -> OSError:
+    """The error of looking for a checkpoint in a directory that has no metadata, or that is a file,
+    or is not there: a ``NotADirectoryError`` or a ``FileNotFoundError``.
 
     Raises:
         OSError: the directory cannot be listed.
     """
     try:
         names = sorted(os.listdir(directory))
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if directory.is_file():
+            return NotADirectoryError(errno.ENOTDIR, _IS_A_FILE, str(directory))
         path = str(directory / metadata_name())
-        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return type(error)(error.errno, os.strerror(error.errno or 0), path)
     return FileNotFoundError(errno.ENOENT, _instead(directory, names), str(directory))
 
 

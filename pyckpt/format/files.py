@@ -74,4 +74,6 @@ def refuse_to_replace(path: str | os.PathLike[str]) -> None:
         return  # also a link that leads nowhere, which leads to nothing that would be lost
     if not stat.S_ISREG(mode):
         number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EEXIST
-        raise OSError(number, "this is no regular file, and is not replaced by one", os.fspath(path))
+        raise OSError(
+            number, "this is no regular file, and is not replaced by one", os.fspath(path)
+        )

@@ -24,9 +24,12 @@ def below(directory: str | os.PathLike[str]) -> list[tuple[Path, int | None]]:
 
     Raises:
         FileNotFoundError: there is no checkpoint.
+        NotADirectoryError: it is a file.
         OSError: the directory cannot be read.
     """
     root = Path(directory)
+    if root.is_file():
+        raise commit.no_checkpoint(root)
     found = _checkpoints(root, os.listdir(root))
     if found:
         return found

@@ -109,7 +109,7 @@ def contents(path: str | os.PathLike[str], *, rank: int | None = None) -> Conten
         rank: whose checkpoint, where each rank saved its own (``use_collectives=False``).
 
     Raises:
-        FileNotFoundError: there is no checkpoint.
+        FileNotFoundError, NotADirectoryError: there is no checkpoint.
         CorruptCheckpoint, UnsafeCheckpoint: its metadata is damaged, or asks for code.
         OSError: it cannot be read.
     """
@@ -160,6 +160,8 @@ def metadata_of(directory: Path, rank: int | None = None) -> Metadata:
         return metadata_format.read(directory / commit.metadata_name(rank))
     except (FileNotFoundError, NotADirectoryError):
         pass
+    if directory.is_file():
+        raise commit.no_checkpoint(directory)
     names = os.listdir(directory)
     if rank is None and commit.lost_metadata(names):
         raise CorruptCheckpoint(f"{directory}: {commit.LOST_METADATA}", path=str(directory))

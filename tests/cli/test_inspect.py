@@ -207,6 +207,7 @@ def test_what_is_no_checkpoint_is_said(made: Path, tmp_path: Path) -> None:
         (made, "holds some, such as"),
         (tmp_path / "gone", "No such file"),
         (made / "run" / ".pyckpt", "no checkpoint"),
+        (made / "ours" / ".metadata", "this is a file"),
     ]:
         done = pyckpt("inspect", path)
         assert done.status == 2

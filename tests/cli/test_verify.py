@@ -211,9 +211,11 @@ def test_a_directory_of_checkpoints_is_verified_as_a_whole(made: Path) -> None:
 
 def test_where_there_is_no_checkpoint_nothing_is_verified(made: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    done = pyckpt("verify", tmp_path / "empty", tmp_path / "gone", made / "ours")
+    (tmp_path / "file").touch()
+    done = pyckpt("verify", tmp_path / "empty", tmp_path / "gone", tmp_path / "file", made / "ours")
     assert done.status == 2
     assert "no checkpoint" in done.err
+    assert "this is a file" in done.err
     assert "ours: good" in done.out
 
 

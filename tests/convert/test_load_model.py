@@ -197,7 +197,7 @@ def test_what_is_no_module(tmp_path: Path) -> None:
 def test_a_checkpoint_that_lost_its_metadata(run: Path) -> None:
     directory = run / "step-00000001"
     (directory / ".metadata").unlink()
-    with pytest.raises(FileNotFoundError, match="data files, and no .metadata"):
+    with pytest.raises(FileNotFoundError, match=r"data files, and no \.metadata"):
         pyckpt.load_model(model_of(0), directory)
 
 

@@ -805,6 +805,24 @@ def test_a_directory_that_is_no_checkpoint(
     assert caught.value.filename == str(tmp_path / "none" / ".metadata")
 
 
+def test_a_file_is_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "a.pt"
+    torch.save({"a": torch.ones(1)}, file)
+    for call in (
+        lambda: load({"a": torch.zeros(1)}, file),
+        lambda: load(file),
+        lambda: pyckpt.DirectReader(file).read_metadata(),
+        lambda: pyckpt.to_torch(file, tmp_path / "x.pt"),
+        lambda: pyckpt.export(file, tmp_path / "out"),
+    ):
+        with pytest.raises(NotADirectoryError, match=r"this is a file.*load_model.*import") as info:
+            call()
+        assert info.value.filename == str(file)
+    assert not caplog.records
+    with pytest.raises(NotADirectoryError, match="Not a directory"):
+        load({"a": 0}, file / "step-1")
+
+
 def test_absent_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         load({"a": 0}, reader=FileSystemReader(tmp_path / "none"), trust_metadata=True)

@@ -97,7 +97,7 @@ def export(
         weights.
 
     Raises:
-        FileNotFoundError: there is no checkpoint.
+        FileNotFoundError, NotADirectoryError: there is no checkpoint.
         ValueError: an argument is out of range, there are no tensors under ``key``, two tensors
             that ``tied`` pairs differ, or safetensors lacks the dtype.
         CorruptCheckpoint: bytes differ from those that were saved.
