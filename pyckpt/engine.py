@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import operator
 import os
 import threading
 from contextlib import suppress
@@ -17,7 +18,7 @@ from pyckpt.errors import EngineClosed
 from pyckpt.locks import fork_safe_lock
 from pyckpt.printable import size_text
 
-__all__ = ["Engine", "abandoned", "configure", "default_engine", "held_bytes"]
+__all__ = ["Engine", "abandoned", "configure", "default_engine", "engine_of", "held_bytes"]
 
 _SLOT_GRAIN = _C.page_bytes
 
@@ -44,6 +45,7 @@ class Engine:
             requests at a time.
 
     Raises:
+        TypeError: an argument is no int.
         ValueError: an argument is out of range.
     """
 
@@ -52,6 +54,10 @@ class Engine:
     io_threads: int = 8
 
     def __post_init__(self) -> None:
+        for name, kind in _SETTINGS.items():
+            value = getattr(self, name)
+            if value is not None or name != "max_pinned_bytes":
+                object.__setattr__(self, name, _int_of(value, name, kind))
         if self.slot_bytes <= 0 or self.slot_bytes % _SLOT_GRAIN:
             raise ValueError(
                 f"slot_bytes = {self.slot_bytes!r} must be a positive multiple of {_SLOT_GRAIN}."
@@ -118,6 +124,33 @@ class Engine:
         self.close()
 
 
+_SETTINGS = {
+    "max_pinned_bytes": "bytes as an int",
+    "slot_bytes": "bytes as an int",
+    "io_threads": "an int",
+}
+
+
+def _int_of(value: Any, name: str, kind: str) -> int:
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            return operator.index(value)
+    raise TypeError(f"{name} must be {kind}, not {value!r}.")
+
+
+def engine_of(engine: Engine | None) -> Engine | None:
+    """An engine that a program passed; None for the default one.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if engine is not None and not isinstance(engine, Engine):
+        raise TypeError(
+            f"engine must be a pyckpt.Engine, or None for the default one, not {engine!r}."
+        )
+    return engine
+
+
 def _engine_of(max_pinned_bytes: int | None, slot_bytes: int, io_threads: int) -> Engine:
     return Engine(max_pinned_bytes=max_pinned_bytes, slot_bytes=slot_bytes, io_threads=io_threads)
 
@@ -176,7 +209,7 @@ def configure(
             error in the log, and the checkpoint before them stays.
 
     Raises:
-        ValueError: an argument is out of range.
+        TypeError, ValueError: as `Engine`.
     """
     if at_exit not in ("finish", "abandon"):
         raise ValueError(f"{at_exit = } must be 'finish' or 'abandon'.")

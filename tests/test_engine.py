@@ -13,6 +13,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,25 @@ def test_bad_settings(settings: dict[str, int], message: str) -> None:
         pyckpt.Engine(**settings)
     before = default_engine()
     with pytest.raises(ValueError, match=message):
+        pyckpt.configure(**settings)
+    assert default_engine() is before
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_pinned_bytes": "4GB"}, "^max_pinned_bytes must be bytes as an int, not '4GB'"),
+        ({"max_pinned_bytes": 4e9}, "^max_pinned_bytes must be bytes as an int, not 4000000000.0"),
+        ({"slot_bytes": "4MB"}, "^slot_bytes must be bytes as an int"),
+        ({"slot_bytes": True}, "^slot_bytes must be bytes as an int, not True"),
+        ({"io_threads": 2.5}, "^io_threads must be an int, not 2.5"),
+    ],
+)
+def test_settings_of_another_type(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        pyckpt.Engine(**settings)
+    before = default_engine()
+    with pytest.raises(TypeError, match=message):
         pyckpt.configure(**settings)
     assert default_engine() is before
 

@@ -17,7 +17,7 @@ from pyckpt.activity import Amount
 from pyckpt.dcp.folder import Folder, LocalFolder, read_metadata
 from pyckpt.dcp.parts import Seen, refuse_mixture
 from pyckpt.dcp.reading import Load, save_id_of
-from pyckpt.engine import Engine, default_engine
+from pyckpt.engine import Engine, default_engine, engine_of
 from pyckpt.format import commit
 from pyckpt.private import ExtensionRegistry
 from pyckpt.remote.address import place_of
@@ -51,6 +51,7 @@ class DirectReader(StorageReader):
             ``FileSystemReader`` gives it.
 
     Raises:
+        TypeError: ``path`` is no path, or ``engine`` no engine.
         ValueError: ``path`` is empty, or ``verify`` or ``direct`` is none of the values above.
 
     Loading raises these, wrapped by DCP in ``CheckpointException`` (``pyckpt.load`` unwraps it):
@@ -76,7 +77,7 @@ class DirectReader(StorageReader):
         self.path = place_of(path)
         self.verify = verify
         self.direct = direct
-        self._engine = engine
+        self._engine = engine_of(engine)
         self.extension_registry = _extension_registry
         self._load_id = str(uuid.uuid4())
         self._metadata: Metadata | None = None

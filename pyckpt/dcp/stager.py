@@ -17,7 +17,7 @@ from pyckpt.collector import collector_paused
 from pyckpt.dcp.plans import KnownPlan
 from pyckpt.dcp.recipes import CopyRecipe, Recipes
 from pyckpt.dcp.staging import Staging
-from pyckpt.engine import Engine, default_engine
+from pyckpt.engine import Engine, default_engine, engine_of
 from pyckpt.errors import StagerBusy
 from pyckpt.locks import fork_safe_lock
 from pyckpt.optim.tensors import plain_parts
@@ -95,7 +95,7 @@ class PinnedStager:
         self.when_busy = when_busy
         self.shared_memory = shared_memory
         self.use_async_staging = use_async_staging
-        self._engine = engine
+        self._engine = engine_of(engine)
         self._at_call: list[torch.Tensor] = []
         self._lock = fork_safe_lock()
         self._recipes = Recipes()

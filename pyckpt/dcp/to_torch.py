@@ -46,7 +46,7 @@ def to_torch(
         ValueError: ``file`` is a URL or empty.
         PyckptError: as `pyckpt.load`.
     """
-    target = local_place_of(file)
+    target = local_place_of(file, "file")
     refuse_to_replace(target)  # before the work, and once more after it
     write_torch(load_all(path, allow=allow, direct=direct, engine=engine), target)
 

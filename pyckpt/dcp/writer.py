@@ -44,7 +44,7 @@ from pyckpt.dcp.stager import PinnedStager
 from pyckpt.dcp.staging import Staging
 from pyckpt.dcp.store import Store
 from pyckpt.dcp.writing import PlannedItems, WriteProgress
-from pyckpt.engine import Engine, abandoned
+from pyckpt.engine import Engine, abandoned, engine_of
 from pyckpt.format import commit
 from pyckpt.remote.address import open_store, place_of
 from pyckpt.speaking import for_all
@@ -87,6 +87,7 @@ class DirectWriter(StorageWriter):
         engine: the memory and threads to use; by default the engine that all writers share.
 
     Raises:
+        TypeError: ``path`` is no path, or ``engine`` no engine.
         ValueError: ``path`` is empty, or a URL that names no object store, or ``direct`` is none of
             the three.
         ImportError: ``path`` is a URL, and obstore is not installed.
@@ -117,7 +118,7 @@ class DirectWriter(StorageWriter):
         self.overwrite = overwrite
         self.sync_files = sync_files
         self.direct = direct
-        self._engine = engine
+        self._engine = engine_of(engine)
         self._path = None if path is None else _place(path)
         self._rank = 0
         self._use_collectives = True

@@ -27,6 +27,7 @@ __all__ = [
     "open_store",
     "place_of",
     "telling",
+    "text_of",
     "with_home",
 ]
 
@@ -35,15 +36,34 @@ _CODE = re.compile(r"<Code>([A-Za-z0-9]+)</Code>")
 _DURATION = re.compile(r" in [0-9.]+(ns|µs|ms|s)\b")
 
 
+def text_of(path: str | os.PathLike[str], name: str = "path") -> str:
+    """A path or a URL as a string.
+
+    Args:
+        name: of the argument, for the error.
+
+    Raises:
+        TypeError: it is neither, or a path of bytes.
+    """
+    if isinstance(path, str | os.PathLike):
+        text = os.fspath(path)
+        if isinstance(text, str):
+            return text
+    raise TypeError(
+        f"{name} must be a str, which is a path or a URL, or an os.PathLike of a str, not a value "
+        f"of type {type(path).__name__}"
+    )
+
+
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Whether a path is the URL of an object store, and not a path of a file system."""
-    return "://" in os.fspath(path)
+    return "://" in text_of(path)
 
 
-def local_path(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+def local_path(path: str | os.PathLike[str], name: str = "path") -> str | os.PathLike[str]:
     """The path in a ``file://`` URL, which names a file system like any other path; all else as it
-    is."""
-    given = os.fspath(path)
+    is. Raises as `text_of`."""
+    given = text_of(path, name)
     if not given.startswith("file://"):
         return path
     host, _, rest = given.removeprefix("file://").partition("/")
@@ -67,14 +87,18 @@ def with_home(path: str) -> str:
     return expanded
 
 
-def place_of(path: str | os.PathLike[str]) -> Path | str:
+def place_of(path: str | os.PathLike[str], name: str = "path") -> Path | str:
     """A path of a file system, in which ``~`` is the home directory, or the URL of a store without
     a slash at its end.
 
+    Args:
+        name: of the argument, for errors.
+
     Raises:
+        TypeError: as `text_of`.
         ValueError: it is empty, or there is no such home directory.
     """
-    path = local_path(path)
+    path = local_path(path, name)
     if is_url(path):
         return os.fspath(path).rstrip("/")
     if not os.fspath(path):
@@ -84,13 +108,14 @@ def place_of(path: str | os.PathLike[str]) -> Path | str:
     return place.absolute() if place.parts[:1] and place.parts[0].startswith("~") else place
 
 
-def local_place_of(path: str | os.PathLike[str]) -> Path:
+def local_place_of(path: str | os.PathLike[str], name: str = "path") -> Path:
     """As `place_of`, for what only a file system can have.
 
     Raises:
+        TypeError: as `text_of`.
         ValueError: it is empty, or a URL, or there is no such home directory.
     """
-    place = place_of(path)
+    place = place_of(path, name)
     if isinstance(place, str):
         raise ValueError(f"{place!r} is a URL; this takes a path of a file system")
     return place

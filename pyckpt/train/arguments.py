@@ -13,7 +13,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from pyckpt.remote.address import with_home
+from pyckpt.remote.address import text_of, with_home
 
 __all__ = [
     "directory_of",
@@ -154,19 +154,20 @@ def tell_of_no_mirror(
         _logger.warning("without mirror=, nothing comes of %s", names)
 
 
-def directory_of(path: str | os.PathLike[str]) -> Path:
+def directory_of(path: str | os.PathLike[str], argument: str = "directory") -> Path:
     """The absolute path of a directory, which does not depend on later changes of the working
     directory. ``~`` is the home directory.
+
+    Args:
+        argument: its name, for errors.
 
     Raises:
         TypeError: it is no path, or one of bytes.
         ValueError: it is empty, or a URL, or there is no such home directory.
     """
-    name = os.fspath(path)
-    if not isinstance(name, str):
-        raise TypeError(f"directory must be a str or a path, not {_kind(name)}.")
+    name = text_of(path, argument)
     if not name:
-        raise ValueError("directory is empty.")
+        raise ValueError(f"{argument} is empty.")
     if _URL.match(name):
         raise ValueError(
             f"{name!r} is a URL, and a Checkpointer saves to file systems; save to a local "

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from pyckpt.dcp.report import some
-from pyckpt.engine import Engine
+from pyckpt.engine import Engine, engine_of
 from pyckpt.train.arguments import directory_of, step_of
 from pyckpt.train.state.rehearsal import rehearse
 from pyckpt.train.store import export as exporting
@@ -46,7 +46,7 @@ class Finder:
             raise ValueError(f"{direct = } must be 'auto', 'require' or 'off'.")
         self.directory = directory_of(directory)
         self._direct: Direct = direct
-        self._engine = engine
+        self._engine = engine_of(engine)
         self._catalog = Catalog(
             self.directory,
             naming=DEFAULT if naming is None else Naming(naming),

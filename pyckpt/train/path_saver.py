@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pyckpt.dcp.report import LoadReport
-from pyckpt.engine import Engine
+from pyckpt.engine import Engine, engine_of
 from pyckpt.errors import PyckptError
 from pyckpt.format import commit
 from pyckpt.locks import fork_safe_lock
@@ -59,7 +59,7 @@ class PathSaver:
         engine: Engine | None = None,
     ) -> None:
         self._direct: Direct = direct
-        self._engine = engine
+        self._engine = engine_of(engine)
         self._ranks = Ranks(process_group, timeout)
         self._paths = _Paths()
         self._saver = Saver(
@@ -93,7 +93,7 @@ class PathSaver:
         """
         self.wait()
         self._ranks.check()
-        self._paths.now = directory_of(path)
+        self._paths.now = directory_of(path, "path")
         with self._lock:
             self._doomed.pop(self._paths.now, None)
         handle = self._saver.start(step, state_of(state), {}, final=False, overwrite=True)
@@ -110,7 +110,7 @@ class PathSaver:
             Exception: as `Checkpointer.restore` with a ``step``.
         """
         self.wait()
-        directory = directory_of(path)
+        directory = directory_of(path, "path")
         restorer = Restorer(
             Catalog(directory.parent), self._ranks, direct=self._direct, engine=self._engine
         )
@@ -126,7 +126,7 @@ class PathSaver:
             path: the checkpoint.
             by: what removes it, if it is not one of pyckpt's; returns False if it did not.
         """
-        path = directory_of(path)
+        path = directory_of(path, "path")
         with self._lock:
             self._doomed[path] = by or (lambda: remove(path))
         if not self._saver.busy:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from _training import Run, resumed
 
+import pyckpt
 from pyckpt import Checkpointer
 from pyckpt.errors import SaveError
 
@@ -167,6 +168,51 @@ def test_what_is_no_directory(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"is a URL|is empty"):
         Checkpointer(directory)
+    assert os.listdir(tmp_path) == []
+
+
+class _OfBytes:
+    def __fspath__(self) -> bytes:
+        return b"x"
+
+
+CALLS: dict[str, Any] = {
+    "path": [
+        lambda path: pyckpt.save({"a": 1}, path),
+        pyckpt.DirectReader,
+        lambda path: pyckpt.load({"a": 1}, path),
+        lambda path: pyckpt.load_model(torch.nn.Linear(1, 1), path),
+        lambda path: pyckpt.to_torch(path, "there"),
+        lambda path: pyckpt.export(".", path),
+    ],
+    "checkpoint": [lambda path: pyckpt.export(path, "there")],
+    "file": [lambda path: pyckpt.to_torch(".", path)],
+    "directory": [Checkpointer],
+    "mirror": [lambda path: Checkpointer(".", mirror=path)],
+}
+
+
+@pytest.mark.parametrize("path", [b"/tmp/x", 5, _OfBytes()], ids=["bytes", "int", "of bytes"])
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_no_path(name: str, path: Any) -> None:
+    for call in CALLS[name]:
+        with pytest.raises(TypeError, match=f"^{name} must be a str, which is a path or a URL, or"):
+            call(path)
+    with pytest.raises(TypeError, match=r"^path must be a str"):
+        pyckpt.DirectWriter(path)
+    with pytest.raises(TypeError, match=r"^directory must be a str"):
+        Checkpointer(None)  # type: ignore[arg-type]
+
+
+def test_what_is_no_engine(tmp_path: Path) -> None:
+    for make in (
+        lambda: Checkpointer(tmp_path / "run", engine=5),  # type: ignore[arg-type]
+        lambda: pyckpt.DirectWriter(tmp_path, engine=5),  # type: ignore[arg-type]
+        lambda: pyckpt.DirectReader(tmp_path, engine=5),  # type: ignore[arg-type]
+        lambda: pyckpt.PinnedStager(engine=5),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match=r"^engine must be a pyckpt\.Engine, .* not 5"):
+            make()
     assert os.listdir(tmp_path) == []
 
 

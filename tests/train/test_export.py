@@ -323,6 +323,11 @@ def test_damage_is_not_exported(format: Any, tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "out") == []
 
 
+def test_a_dtype_is_one_of_torch(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"torch\.dtype, such as torch\.bfloat16, not 'bfloat16'"):
+        pyckpt.export(tmp_path, tmp_path / "out", dtype="bfloat16")  # type: ignore[arg-type]
+
+
 def test_there_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         pyckpt.export(tmp_path / "c", tmp_path / "out")

@@ -98,6 +98,7 @@ def export(
 
     Raises:
         FileNotFoundError, NotADirectoryError: there is no checkpoint.
+        TypeError: an argument is of another type.
         ValueError: an argument is out of range, there are no tensors under ``key``, two tensors
             that ``tied`` pairs differ, or safetensors lacks the dtype.
         CorruptCheckpoint: bytes differ from those that were saved.
@@ -108,9 +109,12 @@ def export(
     """
     if format not in _FILES:
         raise ValueError(f"{format = } must be 'safetensors' or 'torch'.")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, such as torch.bfloat16, not {dtype!r}.")
     limit = _bytes(max_shard_size)
     content_of_config = None if config is None else _config(config)
-    source_directory, target = local_place_of(checkpoint), local_place_of(path)
+    source_directory = local_place_of(checkpoint, "checkpoint")
+    target = local_place_of(path)
     if not (source_directory / commit.metadata_name()).exists():
         raise commit.no_checkpoint(source_directory)
     stem, suffix = _STEMS[format]
@@ -186,7 +190,7 @@ def _index(shards: Sequence[Sequence[ModelTensor]], weights: Mapping[str, str]) 
 def _config(config: Any) -> bytes:
     """The content of ``config.json``, whatever it is given as."""
     if isinstance(config, str | os.PathLike):
-        return local_place_of(config).read_bytes()
+        return local_place_of(config, "config").read_bytes()
     if callable(to_dict := getattr(config, "to_dict", None)):  # as transformers' configurations
         config = to_dict()
     if not isinstance(config, Mapping):

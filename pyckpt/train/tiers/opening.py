@@ -24,14 +24,15 @@ def open_tier(address: str | os.PathLike[str], root: Path, naming: Naming) -> Ti
         naming: the names of the checkpoints in both.
 
     Raises:
+        TypeError: it is no string and no path.
         ImportError: it is a URL, and obstore is not installed.
         ValueError: it is a URL of no kind that obstore knows, or one below which checkpoints of
             such names cannot be; or it is ``root`` itself.
     """
-    path = local_path(address)
+    path = local_path(address, "mirror")
     if is_url(path):
         return BucketTier(os.fspath(path), root, naming)
-    directory = directory_of(path)
+    directory = directory_of(path, "mirror")
     if os.path.realpath(directory) == os.path.realpath(root):
         raise ValueError(f"{address} is the directory of the checkpoints, and cannot mirror itself")
     return MountedTier(directory, root, naming)
