@@ -108,6 +108,7 @@ def export(
     from pyckpt.format import metadata as metadata_format
     from pyckpt.tools.contents import metadata_of
     from pyckpt.train.store.export import export as write_model
+    from pyckpt.train.store.tensors import NoTensors
 
     if everything and key is not None:
         raise ValueError("--all and --key exclude each other")
@@ -136,17 +137,22 @@ def export(
         to_torch(source, out)
         files = [out]
     else:
-        files = write_model(
-            source,
-            out,
-            format=format,
-            key=part,
-            dtype=_dtype(dtype),
-            max_shard_size=max_shard_size or "5GB",
-            tied=_pairs(tied or ()),
-            config=config,
-            overwrite=overwrite,
-        )
+        try:
+            files = write_model(
+                source,
+                out,
+                format=format,
+                key=part,
+                dtype=_dtype(dtype),
+                max_shard_size=max_shard_size or "5GB",
+                tied=_pairs(tied or ()),
+                config=config,
+                overwrite=overwrite,
+            )
+        except NoTensors as error:
+            # With --format torch, --all writes more than tensors.
+            hint = "; --all exports all tensors" if error.hint and format == "safetensors" else ""
+            raise ValueError(f"{error.what}{hint}") from error
     sizes = {str(path): path.stat().st_size for path in files}
     if as_json:
         print_json({"checkpoint": str(source), "files": sizes})

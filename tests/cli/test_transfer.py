@@ -116,6 +116,16 @@ def test_options_that_a_format_has_no_use_for_are_refused(run: Path, tmp_path: P
             assert not (tmp_path / "out").exists()
 
 
+def test_a_key_that_is_not_there_is_told_by_the_names_of_options(run: Path, tmp_path: Path) -> None:
+    for more, hint in (([], "--all exports all tensors"), (["--format", "torch"], "")):
+        done = command("export", run, tmp_path / "out", "--key", "nope", *more)
+        assert done.status == 2
+        said = " ".join(done.err.split())
+        assert "no tensors under 'nope'; its keys are ['model', 'optimizer'" in said
+        assert hint in said
+        assert "key=None" not in said
+
+
 def test_an_export_names_its_own_files_and_replaces_none_unasked(run: Path, tmp_path: Path) -> None:
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / "README").touch()

@@ -32,7 +32,7 @@ from pyckpt.layouts import Layout
 from pyckpt.private import create_read_items_for_chunk_list
 from pyckpt.train.store.pieces import PIECE_BYTES, Direct, Stored, read_pieces, stored, verify
 
-__all__ = ["ModelTensor", "RenameTensors", "TensorSource"]
+__all__ = ["ModelTensor", "NoTensors", "RenameTensors", "TensorSource"]
 
 RenameTensors = Layout | Callable[[str], str | None] | Mapping[str, str]
 """New names of tensors: a layout; a function, which returns None for a tensor to leave out; or a
@@ -54,6 +54,20 @@ class ModelTensor:
     @property
     def nbytes(self) -> int:
         return self.meta.size.numel() * self.dtype.itemsize
+
+
+class NoTensors(ValueError):
+    """There are no tensors under a key. The message ends with how a program exports all of them.
+
+    Args:
+        what: the message without that end, for callers whose users pass no arguments of Python.
+        hint: that end.
+    """
+
+    def __init__(self, what: str, hint: str) -> None:
+        super().__init__(f"{what}; {hint}" if hint else what)
+        self.what = what
+        self.hint = hint
 
 
 class TensorSource:
@@ -101,8 +115,8 @@ class TensorSource:
             found[name] = ModelTensor(name, fqn, meta, to, convert)
         if not seen:
             where = "" if key is None else f" under {key!r}; its keys are {sorted(tops)}"
-            hint = "; key=None exports all tensors" if key is not None else ""
-            raise ValueError(f"{self.checkpoint} holds no tensors{where}{hint}")
+            hint = "" if key is None else "key=None exports all tensors"
+            raise NoTensors(f"{self.checkpoint} holds no tensors{where}", hint)
         if not found:
             raise ValueError("rename leaves out every tensor")
         return [found[name] for name in sorted(found)]
