@@ -50,8 +50,8 @@ def text_of(path: str | os.PathLike[str], name: str = "path") -> str:
         if isinstance(text, str):
             return text
     raise TypeError(
-        f"{name} must be a str, which is a path or a URL, or an os.PathLike of a str, not a value "
-        f"of type {type(path).__name__}"
+        f"{name} must be a str or an os.PathLike of a str, not a value of type "
+        f"{type(path).__name__}"
     )
 
 

@@ -196,7 +196,7 @@ CALLS: dict[str, Any] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_what_is_no_path(name: str, path: Any) -> None:
     for call in CALLS[name]:
-        with pytest.raises(TypeError, match=f"^{name} must be a str, which is a path or a URL, or"):
+        with pytest.raises(TypeError, match=f"^{name} must be a str or an os.PathLike of a str"):
             call(path)
     with pytest.raises(TypeError, match=r"^path must be a str"):
         pyckpt.DirectWriter(path)
