@@ -146,7 +146,7 @@ def _decode_entries(container: Any, left: list[Any], memo: _Memo) -> None:
     for key, value in places:
         if isinstance(value, dict) and len(value) == 1 and VALUE in value:
             container[key] = _decode(value, memo)
-        elif type(value) in (dict, OrderedDict, list):
+        elif isinstance(value, dict) or type(value) is list:
             left.append(value)
         elif type(value) is tuple or isinstance(value, Whole):
             container[key] = _decode(value, memo)

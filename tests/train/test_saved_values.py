@@ -6,6 +6,7 @@ import collections
 import os
 import warnings
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 import pyckpt
 from pyckpt.dcp.to_torch import write_torch
-from pyckpt.errors import CorruptCheckpoint
+from pyckpt.errors import CorruptCheckpoint, SaveError
 from pyckpt.train.state.app_state import AppState
 from pyckpt.train.store.catalog import Catalog
 
@@ -152,6 +153,166 @@ def test_to_torch_replaces_files_and_nothing_else(tmp_path: Path) -> None:
         assert torch.load(tmp_path / name, weights_only=True) == {"a": 1}
 
 
+# --- dicts of other classes -----------------------------------------------------------------------
+
+
+class Settings(dict[str, Any]):
+    """Without attributes of its own."""
+
+
+class Shown(dict[str, Any]):
+    """Shows its entries as attributes."""
+
+    def __init__(self, **entries: Any) -> None:
+        super().__init__(**entries)
+        self.__dict__ = self
+
+
+class Ema(dict[str, Any]):
+    def __init__(self, **entries: Any) -> None:
+        super().__init__(**entries)
+        self.decay = 0.9
+
+
+class Held(dict[str, Any]):
+    """Has a state beside its entries."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise AssertionError
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def by_default(*entries: tuple[Any, Any]) -> collections.defaultdict[Any, Any]:
+    return collections.defaultdict(list, entries)
+
+
+DICTS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "defaultdict, empty": (by_default, by_default()),
+    "defaultdict": (by_default, by_default(("a", [1]))),
+    "defaultdict, numbers": (by_default, by_default((3, [1]))),
+    "defaultdict, tensors": (by_default, by_default((3, [torch.ones(2)]))),
+    "ordered, empty": (OrderedDict, OrderedDict()),
+    "ordered": (OrderedDict, OrderedDict(b=1, a=2)),
+    "counter, empty": (Counter, Counter()),
+    "counter": (Counter, Counter("abba")),
+    "own, empty": (Settings, Settings()),
+    "own": (Settings, Settings(a=1, b={"c": torch.ones(2)})),
+    "shown, empty": (Shown, Shown()),
+    "shown": (Shown, Shown(a=1)),
+    "module": (OrderedDict, nn.Linear(2, 2).state_dict()),
+    "module, empty": (OrderedDict, nn.ReLU().state_dict()),
+}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("name", DICTS)
+def test_a_dict_that_is_in_the_state_is_filled(name: str, nested: bool, tmp_path: Path) -> None:
+    make, value = DICTS[name]
+
+    def state_of(value: Any) -> dict[str, Any]:
+        return {"d": {"in": value} if nested else value}
+
+    def check(state: dict[str, Any], live: Any) -> None:
+        found = state["d"]["in"] if nested else state["d"]
+        assert found is live
+        assert str(found) == str(value)
+
+    pyckpt.save(state_of(value), tmp_path / "saved")
+    live = make()
+    state = state_of(live)
+    pyckpt.load(state, tmp_path / "saved")
+    check(state, live)
+
+    with pyckpt.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, state_of(value)).wait()
+        live = make()
+        state = state_of(live)
+        checkpointer.restore(state)
+        check(state, live)
+    # Where there was none, a dict.
+    found = pyckpt.load(tmp_path / "saved")["d"]
+    found = found["in"] if nested else found
+    assert type(found) in (dict, OrderedDict, Counter)
+    assert str(dict(found)) == str(dict(value))
+
+
+@pytest.mark.parametrize("value", [Ema(), Ema(a=1), Ema(a=torch.ones(2))], ids=str)
+@pytest.mark.parametrize("where", ["top", "dict", "list", "tuple", "state of an object"])
+def test_a_dict_with_attributes_of_its_own_is_refused(
+    value: Ema, where: str, tmp_path: Path
+) -> None:
+    class Object:
+        def state_dict(self) -> Any:
+            return {"in": value}
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    states = {
+        "top": value,
+        "dict": {"in": value},
+        "list": [value],
+        "tuple": (value,),
+        "state of an object": Object(),
+    }
+    said = r"^saved.* is or contains a \S+Ema, which loading, running no code from files"
+    with pytest.raises(TypeError, match=said):
+        pyckpt.save({"saved": states[where]}, tmp_path / "saved")
+    with pytest.raises(TypeError, match=said):
+        AppState({"saved": states[where]}).check()
+
+
+@pytest.mark.parametrize("value", [Held(), Held(a=1)], ids=str)
+def test_a_dict_with_a_state_is_refused_in_others(value: Held) -> None:
+    with pytest.raises(TypeError, match=r"must be entries of the state itself.*\{'d\.in': "):
+        AppState({"d": {"in": value}}).check()
+
+
+def allowed_dicts(_: Any, path: str) -> None:
+    torch.serialization.add_safe_globals([Ema, Settings])
+    with pytest.raises(TypeError, match=r"^d is or contains a \S+Ema, which is allowed, and yet"):
+        AppState({"d": Ema(a=1)}).check()
+    for i, value in enumerate((Settings(), Settings(a=1))):
+        pyckpt.save({"in": [value]}, f"{path}/{i}")
+        (found,) = pyckpt.load(f"{path}/{i}")["in"]
+        assert (type(found), found) == (dict, value)
+
+
+def test_dicts_of_classes_that_are_allowed(tmp_path: Path) -> None:
+    run_child(allowed_dicts, str(tmp_path))
+
+
+def test_an_array_in_a_counter(tmp_path: Path) -> None:
+    pyckpt.save({"c": Counter(a=np.arange(3))}, tmp_path)  # type: ignore[arg-type]
+    assert isinstance(pyckpt.load(tmp_path)["c"]["a"], np.ndarray)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_the_place_of_an_object_with_a_state_is_named(kind: Any, tmp_path: Path) -> None:
+    models = kind([1, nn.Linear(1, 1)])
+    with pytest.raises(TypeError, match=r"such as \{'models\.1': \.\.\.\}"):
+        pyckpt.save({"models": models}, tmp_path / "saved")
+    with pytest.raises(TypeError, match=r"such as \{'all\.models\.0\.1': \.\.\.\}"):
+        AppState({"all": {"models": [models]}}).check()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("where", ["n", "n.in", "n.0"])
+def test_a_nested_tensor_is_refused(layout: torch.layout, where: str, tmp_path: Path) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    value = {"n": nested, "n.in": {"in": nested}, "n.0": (nested,)}[where]
+    said = rf"\b{where} is a nested tensor, which cannot be saved"
+    with pytest.raises(TypeError, match=said):
+        pyckpt.save({"n": value}, tmp_path / "saved")
+    with (
+        pytest.raises(SaveError, match=said),
+        pyckpt.Checkpointer(tmp_path / "run") as checkpointer,
+    ):
+        checkpointer.save(1, {"n": value})
+
+
 # --- tensors under other keys than strings --------------------------------------------------------
 
 
@@ -220,7 +381,7 @@ def dtensor_in_a_tuple(path: str) -> None:
 
 
 def test_a_sharded_tensor_in_a_tuple_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed, match=r"pair is or contains a DTensor in a tuple or set"):
+    with pytest.raises(RanksFailed, match=r"pair\.1 is or contains a DTensor in a tuple or set"):
         run_ranks(2, dtensor_in_a_tuple, str(tmp_path))
 
 
@@ -317,6 +478,27 @@ def test_ranks_that_contradict_each_other(said: str, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match=rf"{said}; .*pyckpt.MetricState"):
         run_ranks(2, save_own, str(tmp_path), CONFLICTS[said])
     assert not (tmp_path / ".metadata").exists()
+
+
+def differing(path: str) -> Any:
+    rank = dist.get_rank()
+    history: list[int] = [] if rank == 0 else [rank]
+    own = list(history)
+    state = {"history": history, "by_name": {str(rank): rank}, "own": pyckpt.PerRank(own)}
+    with pyckpt.Checkpointer(path) as checkpointer:
+        checkpointer.save(1, state).wait()
+        found = {"history": [], "by_name": {}, "own": pyckpt.PerRank([])}
+        checkpointer.restore(found)
+    assert found["own"].value == own
+    return found["history"], found["by_name"]
+
+
+def test_of_lists_of_plain_values_one_ranks_is_saved(tmp_path: Path) -> None:
+    """As docs/state.md says: only what is in a PerRank is each rank's own."""
+    (one, names), (other, same) = run_ranks(2, differing, str(tmp_path))
+    assert one == other
+    assert one in ([], [1])
+    assert names == same == {"0": 0, "1": 1}
 
 
 # --- verifying ------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -37,6 +37,9 @@ _DETACHED = (torch.Tensor, nn.Parameter, DTensor)
 _ATOMS = (int, float, complex, str, bytes, bytearray, bool, type(None), torch.dtype, torch.device)
 _ATOM_TYPES = frozenset(_ATOMS)
 _CONTAINERS = frozenset((list, tuple, set, torch.Size, dict, OrderedDict, Counter))
+# What these keep as attributes of a dict is not the program's: the versions of a module's state.
+_DICT_PACKAGES = frozenset(("builtins", "collections", "torch"))
+_MAY_BE_NESTED = frozenset(("Tensor", "Parameter", "Buffer", "NestedTensor"))
 _SHARED = -1  # no object has this id
 _BEGUN = object()
 # Classes of tensors, besides torch's own, for which saving and loading was tried.
@@ -76,7 +79,7 @@ def encode(
 def _encode(value: Any, name: str, *, compact: bool, whole: Callable[[Any], Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return _tensor(value, name, whole)
-    if isinstance(value, dict) and type(value) is not Counter and value:
+    if isinstance(value, dict) and type(value) is not Counter and value and not _is_object(value):
         has_tensor = _has_tensor(value)
         if _is_natural(value) and (has_tensor or not compact):
             keys = {}
@@ -103,6 +106,7 @@ def _encode(value: Any, name: str, *, compact: bool, whole: Callable[[Any], Any]
 
 
 def _tensor(value: torch.Tensor, name: str, whole: Callable[[Any], Any]) -> Any:
+    _refuse_nested(value, name)
     if type(value) in _DETACHED and value.requires_grad:
         value = value.detach()  # FSDP1's ShardedTensor must not be detached
     if is_special(value):
@@ -112,6 +116,15 @@ def _tensor(value: torch.Tensor, name: str, whole: Callable[[Any], Any]) -> Any:
         _prove(value, name)
         _proven.add(type(value))
     return value
+
+
+def _refuse_nested(value: torch.Tensor, name: str) -> None:
+    # FSDP1's ShardedTensor must not be asked.
+    if type(value).__name__ in _MAY_BE_NESTED and value.is_nested:
+        raise TypeError(
+            f"{name} is a nested tensor, which cannot be saved; save a list of its tensors, as "
+            "unbind() gives them"
+        )
 
 
 def _keys(value: dict[Any, Any], name: str) -> list[Any]:
@@ -270,6 +283,9 @@ def _plain(value: Any, name: str, memo: dict[int, Any] | None = None) -> Any:
     if kind in _ATOM_TYPES:
         return value
     memo = {} if memo is None else memo
+    if isinstance(value, dict) and kind not in _CONTAINERS and not _is_object(value):
+        # Also if its class is allowed: torch then loads it only where it is empty.
+        kind = next(base for base in kind.__mro__ if base in _CONTAINERS)
     if kind in _CONTAINERS and value:
         if id(value) in memo:
             memo[_SHARED] = True
@@ -286,10 +302,11 @@ def _plain(value: Any, name: str, memo: dict[int, Any] | None = None) -> Any:
                 }
             )
             if isinstance(value, dict)
-            else kind(_plain(sub, name, memo) for sub in value)
+            else kind(_plain_entries(value, name, memo))
         )
         return made
     if isinstance(value, torch.Tensor):
+        _refuse_nested(value, name)
         if _has_chunks(value):
             raise TypeError(
                 f"{name} is or contains a {kind.__name__} in a tuple or set, of which each rank "
@@ -329,6 +346,29 @@ def _plain(value: Any, name: str, memo: dict[int, Any] | None = None) -> Any:
         f"{name} is or contains a {what}, which loading, running no code from files, could not "
         "make again; save plain values and tensors of it, or allow it with "
         "torch.serialization.add_safe_globals (then it is tried, at each save)"
+    )
+
+
+def _plain_entries(value: Iterable[Any], name: str, memo: dict[int, Any]) -> Iterator[Any]:
+    """`_plain` of what is in a list, tuple or set, each with its place where it has one."""
+    has_places = not isinstance(value, set)
+    for i, sub in enumerate(value):
+        if type(sub) in _ATOM_TYPES:
+            yield sub
+        else:
+            yield _plain(sub, f"{name}.{i}" if has_places else name, memo)
+
+
+def _is_object(value: dict[Any, Any]) -> bool:
+    """Whether a dict is more than its entries: an object of a class of the program's own, with
+    attributes or a state, which would be lost if it were taken apart."""
+    kind = type(value)
+    if kind in _CONTAINERS or kind.__module__.partition(".")[0] in _DICT_PACKAGES:
+        return False
+    # Some classes show their entries as attributes, too: these are saved.
+    attributes = getattr(value, "__dict__", {})
+    return _has_state(value) or any(
+        key not in value or value[key] is not attribute for key, attribute in attributes.items()
     )
 
 
