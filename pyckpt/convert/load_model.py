@@ -59,8 +59,8 @@ def load_model(
         report = pyckpt.load_model(model, "runs/a")  # of the newest valid checkpoint
 
     All names and shapes must fit, in both directions, before a value is changed. The module may be
-    wrapped (DDP, FSDP, compiled) or not. If `torch.distributed` is initialised, all ranks of
-    ``process_group`` call this together.
+    wrapped (DataParallel, DDP, FSDP, compiled) or not. If `torch.distributed` is initialised, all
+    ranks of ``process_group`` call this together.
 
     Args:
         module: its tensors are filled in place, in their dtypes and on their devices.

@@ -72,6 +72,27 @@ def test_a_corrupt_one_is_passed_over_in_a_run_alone(run: Path) -> None:
     assert equal(model, model_of(1))
 
 
+def test_data_parallel(run: Path, tmp_path: Path) -> None:
+    """`nn.DataParallel` is a wrapper like DDP, where it is saved, restored, exported and loaded."""
+    model = nn.DataParallel(model_of(0))
+    pyckpt.load_model(model, run)
+    assert equal(model.module, model_of(2))
+    with Checkpointer(tmp_path / "other") as checkpointer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = checkpointer.save(1, {"model": model, "optimizer": optimizer})
+        handle.wait()
+        fresh = model_of(0)
+        checkpointer.restore(
+            {"model": fresh, "optimizer": torch.optim.SGD(fresh.parameters(), lr=0.1)}
+        )
+        assert equal(fresh, model_of(2))
+    pyckpt.export(handle.path, tmp_path / "hf")
+    for path in (handle.path, tmp_path / "hf"):
+        inner = nn.Sequential(nn.DataParallel(model_of(0)[0]), model_of(0)[1])
+        pyckpt.load_model(inner, path)
+        assert equal(inner, model_of(2))
+
+
 @pytest.mark.parametrize("format", ["safetensors", "torch"])
 @pytest.mark.parametrize("max_shard_size", ["5GB", 200])
 def test_exports(run: Path, format: Any, max_shard_size: Any, tmp_path: Path) -> None:

@@ -43,8 +43,9 @@ _logger = logging.getLogger("pyckpt")
 # Those whose left-out names were logged.
 _told: weakref.WeakSet[Trainable] = weakref.WeakSet()
 
-# The parts that FSDP1, activation checkpointing, torch.compile and Fabric add to names. DDP adds
-# "module", which may also be a submodule's own name, so `Names` looks at the modules themselves.
+# The parts that FSDP1, activation checkpointing, torch.compile and Fabric add to names. DDP and
+# DataParallel add "module", which may also be a submodule's own name, so `Names` looks at the
+# modules themselves.
 _WRAPPERS = (
     "_fsdp_wrapped_module.",
     "_checkpoint_wrapped_module.",
@@ -64,15 +65,15 @@ class Names:
     """The names that a module's parameters and buffers would have without its wrappers."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._ddp: list[str] = []
+        self._replicated: list[str] = []
         for name, sub in module.named_modules(remove_duplicate=False):
-            if isinstance(sub, nn.parallel.DistributedDataParallel):
+            if isinstance(sub, nn.parallel.DistributedDataParallel | nn.DataParallel):
                 # Outer ones come first, so that an inner one's name is without them already.
-                self._ddp.append(self(f"{name}." if name else ""))
+                self._replicated.append(self(f"{name}." if name else ""))
 
     def __call__(self, name: str) -> str:
         name = without_wrappers(name)
-        for prefix in self._ddp:
+        for prefix in self._replicated:
             if name.startswith(f"{prefix}module."):
                 name = prefix + name[len(prefix) + len("module.") :]
         return name
