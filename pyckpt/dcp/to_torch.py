@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import tempfile
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import torch
 from pyckpt.dcp.load import load_all
 from pyckpt.dcp.objects import Allowed
 from pyckpt.engine import Engine
-from pyckpt.format.files import refuse_to_replace
+from pyckpt.format.files import naming, refuse_to_replace
 from pyckpt.remote.address import local_place_of
 
 __all__ = ["to_torch", "write_torch"]
@@ -65,10 +66,8 @@ def write_torch(state: Any, target: Path, *, like: Path | None = None) -> None:
     found = shown.stat() if shown.exists() else None
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
     try:
-        with os.fdopen(descriptor, "wb") as output:
-            torch.save(state, output)
-            output.flush()
-            os.fsync(output.fileno())
+        with naming(target):
+            _write(state, descriptor)
         _permit(temporary, found)
         refuse_to_replace(target)
         os.replace(temporary, target)
@@ -80,6 +79,32 @@ def write_torch(state: Any, target: Path, *, like: Path | None = None) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+class _Output(io.BufferedWriter):
+    """Knows why it could not write. torch's error, when it could not, does not say."""
+
+    failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+
+
+def _write(state: Any, descriptor: int) -> None:
+    with _Output(io.FileIO(descriptor, "wb")) as output:
+        try:
+            torch.save(state, output)
+        except RuntimeError:
+            if output.failure is None:
+                raise
+        if output.failure is not None:
+            raise output.failure
+        output.flush()
+        os.fsync(output.fileno())
 
 
 def _permit(path: str, like: os.stat_result | None) -> None:

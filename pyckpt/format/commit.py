@@ -19,13 +19,14 @@ import os
 import re
 import sys
 import uuid
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 
 from pyckpt.errors import PyckptError
 from pyckpt.format import metadata as metadata_format
 from pyckpt.format.claim import is_claimed
+from pyckpt.format.files import naming
 from pyckpt.format.flock import close_unwritten
 
 __all__ = [
@@ -192,17 +193,6 @@ def _instead(directory: Path, names: list[str]) -> str:
     return "this is no checkpoint: it has no .metadata"
 
 
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Give the errors of calls that take a descriptor the path that they lack."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
-
-
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable.
 
@@ -219,7 +209,7 @@ def sync_directory(path: Path) -> None:
 def sync_opened_directory(descriptor: int, path: Path) -> None:
     """The same, of a directory that is open; ``path`` is for the error."""
     try:
-        with _naming(path):
+        with naming(path):
             os.fsync(descriptor)
     except OSError as error:
         # Some network file systems cannot sync a directory; there is nothing more to do on them.
@@ -313,7 +303,7 @@ def commit_metadata(
     temporary = directory / f"{name}.{uuid.uuid4().hex}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with _naming(temporary), open(os.open(temporary, flags, 0o666), "wb") as file:
+        with naming(temporary), open(os.open(temporary, flags, 0o666), "wb") as file:
             file.write(data)
             file.flush()
             if sync:

@@ -6,11 +6,24 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 
 from pyckpt.errors import CorruptCheckpoint
 
-__all__ = ["check_regular", "open_regular", "read_regular", "refuse_to_replace"]
+__all__ = ["check_regular", "naming", "open_regular", "read_regular", "refuse_to_replace"]
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Give the errors of calls that take a descriptor the path that they lack."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from _filesystems import TMPFS_BYTES, free_bytes
 from _ranks import Child, Pipe, run_child, run_ranks
 from _sampling import slow
 from safetensors.torch import load_file
@@ -479,3 +480,20 @@ def test_a_directory_whose_closing_fails_is_removed(tmp_path, monkeypatch):
         export()
     monkeypatch.undo()
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("filesystem", ["tmpfs"], indirect=True)
+@pytest.mark.parametrize("left", [0, 64 << 10, 8 << 20])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_full_disk_is_named(format: Any, left: int, filesystem: Path, tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint", {"model": {"w": torch.ones(TMPFS_BYTES // 4)}})
+    out = filesystem / "out"
+    out.mkdir()
+    with (filesystem / "others").open("wb") as others:
+        os.posix_fallocate(others.fileno(), 0, free_bytes(filesystem) - left)
+    with pytest.raises(OSError, match="No space left") as raised:
+        pyckpt.export(tmp_path / "checkpoint", out, format=format)
+    assert raised.value.errno == errno.ENOSPC
+    assert Path(raised.value.filename).is_relative_to(out)
+    assert not list(out.iterdir())

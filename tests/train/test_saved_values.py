@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import errno
 import os
 import warnings
 from collections import Counter, OrderedDict
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from _filesystems import TMPFS_BYTES, free_bytes
 from _ranks import RanksFailed, run_child, run_ranks
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -151,6 +153,20 @@ def test_to_torch_replaces_files_and_nothing_else(tmp_path: Path) -> None:
     for name in ("file", "to file", "to nothing"):
         pyckpt.to_torch(tmp_path / "saved", tmp_path / name)
         assert torch.load(tmp_path / name, weights_only=True) == {"a": 1}
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("filesystem", ["tmpfs"], indirect=True)
+@pytest.mark.parametrize("left", [0, 64 << 10, 8 << 20])
+def test_to_torch_names_a_full_disk(left: int, filesystem: Path, tmp_path: Path) -> None:
+    save({"w": torch.ones(TMPFS_BYTES // 4), "n": list(range(99))}, tmp_path / "saved")
+    with (filesystem / "others").open("wb") as others:
+        os.posix_fallocate(others.fileno(), 0, free_bytes(filesystem) - left)
+    with pytest.raises(OSError, match="No space left") as raised:
+        pyckpt.to_torch(tmp_path / "saved", filesystem / "out.pt")
+    assert raised.value.errno == errno.ENOSPC
+    assert raised.value.filename == str(filesystem / "out.pt")
+    assert os.listdir(filesystem) == ["others"]
 
 
 # --- dicts of other classes -----------------------------------------------------------------------

@@ -11,10 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from pyckpt.format.files import naming
+
 __all__ = ["TorchLayout", "torch_layout"]
 
 _CENTRAL_BYTES = 46
 _CENTRAL_CRC_AT = 16
+# More than torch writes of a file without the bytes of its tensors.
+_ROOM = 1 << 16
+_ROOM_OF_ONE = 1 << 10
 _DESCRIPTOR_MAGIC = b"PK\7\10"
 
 
@@ -36,10 +41,12 @@ class TorchLayout(NamedTuple):
                 name = record.filename.partition("/")[2]
                 if name in by_record and record.file_size:
                     crc32 = struct.pack("<I", by_record[name])
-                    os.pwrite(descriptor, crc32, at + _CENTRAL_CRC_AT)
+                    with naming(self.file.name):
+                        os.pwrite(descriptor, crc32, at + _CENTRAL_CRC_AT)
                     end = _data_offset(descriptor, record.header_offset) + record.file_size
                     if os.pread(descriptor, 4, end) == _DESCRIPTOR_MAGIC:
-                        os.pwrite(descriptor, crc32, end + 4)
+                        with naming(self.file.name):
+                            os.pwrite(descriptor, crc32, end + 4)
                 header = os.pread(descriptor, _CENTRAL_BYTES, at)
                 at += _CENTRAL_BYTES + sum(struct.unpack_from("<HHH", header, 28))
 
@@ -47,6 +54,13 @@ class TorchLayout(NamedTuple):
 def _data_offset(descriptor: int, header_offset: int) -> int:
     name, extra = struct.unpack("<HH", os.pread(descriptor, 4, header_offset + 26))
     return header_offset + 30 + int(name) + int(extra)
+
+
+def _refuse_full(file: Any, room: int) -> None:
+    """Raise the system's error if a file cannot get so many bytes more. When torch could not write
+    a file, its own error does not say why."""
+    with naming(file.name):
+        os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, room)
 
 
 def torch_layout(
@@ -68,7 +82,11 @@ def torch_layout(
         }
     state |= {alias: state[name] for alias, name in aliases.items()}
     with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(state, file.name)
+        try:
+            torch.save(state, file.name)
+        except RuntimeError:
+            _refuse_full(file, _ROOM + _ROOM_OF_ONE * len(state))
+            raise
     reader: Any = torch._C.PyTorchFileReader(file.name)
     # torch numbers the storages in the order of the dict.
     records = {name: f"data/{number}" for number, name in enumerate(tensors)}

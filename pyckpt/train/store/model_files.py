@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from pyckpt import _C
+from pyckpt.format.files import naming
 from pyckpt.train.store.archive import torch_layout
 from pyckpt.train.store.swap import MARK
 from pyckpt.train.store.tensors import ModelTensor
@@ -68,7 +69,8 @@ def safetensors_file(
     data += b" " * (-len(data) % 8)
     file.write(len(data).to_bytes(8, "little") + data)
     start = 8 + len(data)
-    os.truncate(file.fileno(), start + at)
+    with naming(file.name):
+        os.truncate(file.fileno(), start + at)
     return lambda _: None, [(t, start + place) for t, place in zip(ordered, places, strict=True)]
 
 
@@ -105,7 +107,8 @@ def copy(
         data = memoryview(array).cast("B")
         checksums[tensor.name] = _C.crc32(data, checksums[tensor.name])
         while data:
-            count = os.pwrite(file.fileno(), data, ends[tensor])
+            with naming(file.name):
+                count = os.pwrite(file.fileno(), data, ends[tensor])
             data = data[count:]
             ends[tensor] += count
             on_written(count)

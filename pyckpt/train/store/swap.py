@@ -21,7 +21,7 @@ from typing import Any
 
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format import commit
-from pyckpt.format.files import open_regular, refuse_to_replace
+from pyckpt.format.files import naming, open_regular, refuse_to_replace
 from pyckpt.format.flock import close_unwritten
 
 __all__ = [
@@ -54,7 +54,8 @@ class _File(FileIO):
                 size = len(left)
                 written = 0
                 while written < size:
-                    count = super().write(left[written:])
+                    with naming(self.name):
+                        count = super().write(left[written:])
                     if not count:
                         raise OSError(errno.EIO, "nothing was written", str(self.name))
                     written += count
@@ -66,7 +67,9 @@ def new_file(path: Path) -> Iterator[FileIO]:
     """A new file, which is durable when the block ends."""
     with _File(str(path), "w+b") as file:
         yield file
-        os.fsync(file.fileno())
+        with naming(path):
+            os.fsync(file.fileno())
+            file.close()
 
 
 _TEMPORARY = re.compile(r"\.pyckpt-export-[0-9a-f]{32}")
