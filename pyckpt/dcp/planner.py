@@ -31,6 +31,7 @@ from pyckpt.dcp import objects
 from pyckpt.dcp.filling import TEMPORARY_BYTES
 from pyckpt.dcp.leaves import is_checkpointable, is_sharded_tensor, whole_size, with_attributes
 from pyckpt.dcp.read_items import StayingItems, read_object, read_tensor, whole
+from pyckpt.dcp.renaming import wrappers_hint
 from pyckpt.dcp.report import Conversion, LoadReport, Replacement, some
 from pyckpt.dcp.template import Growth, Slot, Template, Undo, is_empty, place
 from pyckpt.dcp.whole import KEYS
@@ -279,6 +280,7 @@ class LoadPlanner(DefaultLoadPlanner):
             )
         explained = {*growth.taken, *growth.dropped}
         kept = [name for name in missing if name not in explained]
+        unused = list(extra)
         if fill:
             self._growth = growth
             self._slots.update(growth.slots)
@@ -292,12 +294,24 @@ class LoadPlanner(DefaultLoadPlanner):
         if kept and self._missing == "error":
             raise LoadError(
                 f"keys of the state that the checkpoint does not have ({len(kept)}): "
-                f"{some(kept, _KEYS_SHOWN)}",
+                f"{some(kept, _KEYS_SHOWN)}{self._hint(kept, unused)}",
                 missing=tuple(kept),
             )
         report.kept.extend(kept)
         for name in missing:
             del self.state_dict[name]
+
+    def _hint(self, missing: list[str], unused: list[str]) -> str:
+        """What may be wrong where keys are missing; empty, or to be appended to an error."""
+        assert self.metadata is not None
+        saved = {str(path[0]): None for path in paths(self.metadata).values()}
+        absent = {str(self._template.paths[name][0]): None for name in missing}
+        absent = {name: None for name in absent if name not in saved}
+        hint = wrappers_hint(missing, unused)
+        if absent:
+            hint += f"; not in the checkpoint: {some(absent, _KEYS_SHOWN)}; it has "
+            hint += some(saved, _KEYS_SHOWN)
+        return hint
 
     def _match(
         self, present: list[str], to_create: list[tuple[str, torch.device]], report: LoadReport

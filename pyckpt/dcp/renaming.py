@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from pyckpt.errors import LoadError
 from pyckpt.format.columns import PlacesMapping
 from pyckpt.private import StorageInfo
 
-__all__ = ["Rename", "as_saved", "function_of", "moved", "renamed", "stored_keys"]
+__all__ = ["Rename", "as_saved", "function_of", "moved", "renamed", "stored_keys", "wrappers_hint"]
 
 Rename = Callable[[str], str]
 """Takes a key of the checkpoint, returns the key that it has in the state."""
@@ -154,3 +154,44 @@ def _aligned(path: Path, key: str) -> Path:
         key = key[: -len(str(rest[-1])) - 1]
         tail.insert(0, rest.pop())
     return (*head, rest[0] if rest and str(rest[0]) == key else key, *tail)
+
+
+_WRAPPERS = frozenset(
+    (
+        "module",  # DDP and DataParallel
+        "_orig_mod",  # torch.compile
+        "_fsdp_wrapped_module",
+        "_checkpoint_wrapped_module",
+    )
+)
+
+
+def wrappers_hint(missing: Iterable[str], unused: Iterable[str]) -> str:
+    """What to do about keys of a state that the checkpoint has by the names of a module that is
+    wrapped otherwise; empty if there are none, or to be appended to an error.
+
+    Args:
+        missing: keys of the state that the checkpoint lacks.
+        unused: keys of the checkpoint that the state lacks.
+    """
+    by_bare = {_bare(key): key for key in unused}
+    pairs = [(key, by_bare[_bare(key)]) for key in missing if _bare(key) in by_bare]
+    if not pairs:
+        return ""
+    mine, saved = pairs[0]
+    hint = (
+        f"; the names of {len(pairs)} differ by the prefix of a module's wrapper alone, as {mine} "
+        f"does from {saved} of the checkpoint: "
+    )
+    # The name alone does not show whether a saved "module" is a wrapper's.
+    if any(_replicas(saved) > _replicas(mine) for mine, saved in pairs):
+        return f"{hint}rename= gives them the state's names"
+    return f"{hint}pyckpt.load_model and Checkpointer.restore match them, and so does rename="
+
+
+def _bare(key: str) -> str:
+    return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
+
+
+def _replicas(key: str) -> int:
+    return key.split(".").count("module")

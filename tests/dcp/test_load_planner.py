@@ -145,6 +145,89 @@ def test_key_that_was_not_saved(tmp_path: Path) -> None:
     assert torch.equal(state["m"]["w"], ONES)
 
 
+def net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+
+
+def compiled(seed: int) -> Any:
+    return torch.compile(net(seed), backend="eager")
+
+
+def replicated(seed: int) -> nn.Module:
+    """Its names are those of DDP."""
+    return nn.DataParallel(net(seed))
+
+
+def is_the_first(model: nn.Module) -> bool:
+    return all(map(torch.equal, model.parameters(), net(0).parameters()))
+
+
+@pytest.mark.parametrize("wrapped", [compiled, replicated])
+def test_names_that_differ_by_a_wrapper(wrapped: Any, tmp_path: Path) -> None:
+    with pyckpt.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"model": wrapped(0)}).wait()
+        path = tmp_path / "run" / "step-00000001"
+        model = wrapped(1)
+        said = (
+            r"\(4\): model\.\w+\.0\.weight.*; the names of 4 differ by the prefix of a module's "
+            r"wrapper alone, as model\.\w+\.0\.weight does from model\.0\.weight of the "
+            r"checkpoint: pyckpt\.load_model and Checkpointer\.restore match them"
+        )
+        with pytest.raises(LoadError, match=said):
+            pyckpt.load({"model": model}, path)
+        # What the message says is so.
+        pyckpt.load_model(model, path)
+        assert is_the_first(model)
+        model = wrapped(1)
+        checkpointer.restore({"model": model})
+        assert is_the_first(model)
+    model = wrapped(1)
+    prefix = next(iter(model.state_dict())).partition(".")[0]
+    pyckpt.load(
+        {"model": model}, path, rename=lambda key: key.replace("model.", f"model.{prefix}.")
+    )
+    assert is_the_first(model)
+
+
+@pytest.mark.parametrize("wrapped", [compiled, replicated])
+def test_saved_names_that_differ_by_a_wrapper(wrapped: Any, tmp_path: Path) -> None:
+    pyckpt.save({"model": wrapped(0)}, tmp_path)
+    model = net(1)
+    with pytest.raises(LoadError, match="the names of 4 differ by the prefix") as raised:
+        pyckpt.load({"model": model}, tmp_path)
+    text = str(raised.value)
+    # A saved name does not show whether "module" is a wrapper's.
+    assert ("load_model" in text) == (wrapped is compiled)
+    if wrapped is compiled:
+        pyckpt.load_model(model, tmp_path)
+        assert is_the_first(model)
+    model = net(1)
+    assert "rename=" in text
+    drop = {"_orig_mod.": "", "module.": ""}
+
+    def rename(key: str) -> str:
+        for part, other in drop.items():
+            key = key.replace(part, other)
+        return key
+
+    pyckpt.load({"model": model}, tmp_path, rename=rename)
+    assert is_the_first(model)
+
+
+def test_other_names_get_no_such_hint(tmp_path: Path) -> None:
+    pyckpt.save({"model": net(0)}, tmp_path)
+    with pytest.raises(LoadError, match=r"does not have \(2\)") as raised:
+        pyckpt.load({"model": nn.ModuleDict({"body": nn.Linear(2, 2)})}, tmp_path)
+    assert str(raised.value).endswith("(2): model.body.weight, model.body.bias")
+
+
+def test_an_entry_that_was_not_saved(tmp_path: Path) -> None:
+    pyckpt.save({"model": net(0), "epoch": 3}, tmp_path)
+    with pytest.raises(LoadError, match=r"not in the checkpoint: modle; it has model, epoch$"):
+        pyckpt.load({"modle": net(1), "epoch": 0}, tmp_path)
+
+
 MIXED = [1, 2, 3, {"k": 5}]
 
 
