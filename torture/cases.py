@@ -182,7 +182,7 @@ class Desk:
         finally:
             group.close()
         who = "the next call"
-        if again is None or any(one.value and one.value[0] == "restart" for one in again):
+        if again is None or _needs_a_new_job(plan, again):
             who = "the next job"
             stage = self._stage(case.size, fresh=False)
             group = Group(case.size, settle(scenario, stage), root=str(stage.root))
@@ -213,6 +213,13 @@ def _can_go_on(seen: Sequence[Seen]) -> bool:
         one.kind == "said" and not (one.value[0] == "error" and one.value[1][0] == "RanksLost")
         for one in seen
     )
+
+
+def _needs_a_new_job(plan: Sequence[Planned], again: Sequence[Seen]) -> bool:
+    """Whether the ranks say so, or a fault killed one after it had said how the action ended."""
+    if any(one.kind == "killed" for one in again):
+        return any(one.fault.kind == "kill" for one in plan)
+    return any(one.kind == "said" and one.value and one.value[0] == "restart" for one in again)
 
 
 def _torch_may_fail(plan: Sequence[Planned]) -> bool:
