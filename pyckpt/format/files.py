@@ -8,7 +8,8 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BufferedReader
+from io import BufferedReader, FileIO
+from typing import Any
 
 from pyckpt.errors import CorruptCheckpoint
 
@@ -26,6 +27,17 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
+class _Raw(FileIO):
+    """A file whose EAGAIN is an error. Python takes it for the end of what a pipe has so far, and
+    gives fewer bytes, or none; network file systems return it for files."""
+
+    def readinto(self, buffer: Any, /) -> int:
+        count = super().readinto(buffer)
+        if count is None:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return count
+
+
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a file to read. Does not wait for the writer of a pipe.
 
@@ -38,7 +50,7 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         check_regular(os.fstat(descriptor), path)
-        return open(descriptor, "rb")
+        return BufferedReader(_Raw(descriptor, "rb"))
     except BaseException:
         os.close(descriptor)
         raise

@@ -137,6 +137,9 @@ def test_what_is_sound_passes(case: str, tmp_path: Path) -> None:
         "export@1/0:openat:export/.pyckpt-export-ID:2=stays=EMFILE",
         "export@1/0:pwrite64:export/.pyckpt-export-ID/model-00002-of-00002.safetensors:1=stays=EIO;"
         "+0:1=stays=EDQUOT",
+        "overwrite@2/0:flock:run/step-00000001/__1_ID.distcp:1=error=EAGAIN",
+        "restore@1/0:read:run/step-00000002/.metadata:1=error=EAGAIN",
+        "restore@1/0:flock:run/step-00000002/.metadata:1=error=EAGAIN",
         "restore@2/0:newfstatat:run/step-00000002/__0_ID.distcp:1=stays=EIO",
     ],
 )
