@@ -125,17 +125,26 @@ def test_memory_goes_when_nobody_reads_it(tmp_path: Path) -> None:
 
 def test_memory_of_others_that_is_gone_is_noticed() -> None:
     """Only torch's own can be kept. That of a storage that shares its memory when it is written to
-    goes when it is."""
-    parameter = torch.nn.Parameter(torch.rand(SIZE // 4))
-    lazy = torch._lazy_clone(parameter.data)
-    stager_of = torch.optim.SGD([lazy], lr=0.1)
-    with engine(io_threads=1, max_pinned_bytes=256 << 20) as own:
-        stager = pyckpt.PinnedStager(engine=own, optimizers=[stager_of])
-        with slowed(own):
-            staging, _ = stager.begin({"weight": lazy}, direct=True)
-            lazy.fill_(1)  # has memory of its own from now on
-        with pytest.raises(RuntimeError, match="call wait_staged"):
-            staging.staged.result(60)
-        with pytest.raises(RuntimeError, match="call wait_staged"):
-            staging.check()
-        staging.release()
+    goes when it is. If the copy was made before that, it is sound."""
+    for _ in range(20):
+        parameter = torch.nn.Parameter(torch.rand(SIZE // 4))
+        lazy = torch._lazy_clone(parameter.data)
+        stager_of = torch.optim.SGD([lazy], lr=0.1)
+        with engine(io_threads=1, max_pinned_bytes=256 << 20) as own:
+            stager = pyckpt.PinnedStager(engine=own, optimizers=[stager_of])
+            with slowed(own):
+                staging, copies = stager.begin({"weight": lazy}, direct=True)
+                lazy.fill_(1)  # has memory of its own from now on
+            failure = staging.staged.exception(60)
+            if failure is None:
+                staging.check()
+                assert torch.equal(copies["weight"], parameter)
+                staging.release()
+                continue
+            with pytest.raises(RuntimeError, match="call wait_staged"):
+                staging.staged.result(60)
+            with pytest.raises(RuntimeError, match="call wait_staged"):
+                staging.check()
+            staging.release()
+            return
+    raise AssertionError("each copy was made before the memory went")
