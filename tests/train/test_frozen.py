@@ -384,7 +384,7 @@ def _link_traced(pipe: Pipe, directory: Path) -> list[str]:
 @pytest.mark.usefixtures("strace")
 @pytest.mark.parametrize("error", ["EXDEV", slow("EMLINK"), slow("EPERM"), slow("EIO")])
 def test_a_link_that_is_refused(tmp_path: Path, error: str) -> None:
-    told = run_traced(_link_traced, tmp_path, inject=f"link:error={error}")
+    told = run_traced(_link_traced, tmp_path, inject=f"link,linkat:error={error}")
     assert len(told.injected) == 2
     steps = [tmp_path / f"step-{step:08d}" for step in (1, 2, 3, 4)]
     for path in steps:
@@ -425,10 +425,10 @@ def _save_linking(pipe: Pipe, directory: Path) -> None:
 @pytest.mark.usefixtures("strace")
 @pytest.mark.parametrize("each", [False, slow(True)], ids=["around-the-link", "each"])
 def test_killed_while_it_links(tmp_path: Path, each: bool) -> None:
-    plan = run_traced(_save_linking, tmp_path / "plan", inject="link:delay_enter=1")
+    plan = run_traced(_save_linking, tmp_path / "plan", inject="link,linkat:delay_enter=1")
     inside = [call for call in plan.calls if is_in(call, tmp_path / "plan")]
     calls = [call for call in inside if call.name not in ("fcntl", "close")]
-    (link,) = [i for i, call in enumerate(calls) if call.name == "link"]
+    (link,) = [i for i, call in enumerate(calls) if call.name in ("link", "linkat")]
     commit = max(i for i, call in enumerate(calls) if call.name == "rename" and ".tmp" in call.text)
     assert link < commit
     synced = [i for i, call in enumerate(calls) if call.name == "fsync"]

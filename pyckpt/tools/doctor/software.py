@@ -42,12 +42,12 @@ def versions() -> Iterator[Finding]:
     yield Finding("pyckpt", "good", f"{own}; its extension: torch {_C.torch_version}, {kind}")
     yield torch_release(torch.__version__)
     yield Finding("python", "good", platform.python_version())
-    if not getattr(sys, "_is_gil_enabled", lambda: True)() or "free-threading" in sys.version:
+    if "free-threading" in sys.version and sys.version_info < (3, 14):
         yield Finding(
             "python",
             "warning",
-            "a build without the GIL, with which pyckpt is untested",
-            "use a Python with the GIL",
+            "a build without the GIL, of a version with which pyckpt is untested",
+            "use Python 3.14t, or one with the GIL",
         )
     yield kernel(platform.release(), platform.version())
     libc = " ".join(platform.libc_ver()) or "not glibc"
