@@ -350,7 +350,8 @@ class Group:
             return
         stays = self._stays.get((child.rank, call.name))
         if stays is not None:
-            kernel.fail(child.listener, call, stays)
+            with suppress(OSError):
+                self._fail(child.listener, call, stays)
         else:
             kernel.let_through(child.listener, call)
 
@@ -396,14 +397,17 @@ class Group:
         if call.name in ("clone", "clone3", "mmap") and error not in (errno.EAGAIN, errno.ENOMEM):
             kernel.let_through(listener, call)
             return False
-        if call.name == "close":
-            # Linux closes whatever it returns; the number stays taken, which does no harm here.
-            kernel.replace_fd(listener, call, _devnull(), call.arguments[0])
         # Of a lock, EAGAIN says that somebody holds it; if it stays, callers wait for a minute.
         if fault.kind == "stays" and (call.name, error) != ("flock", errno.EAGAIN):
             self._stays[child.rank, call.name] = error
-        kernel.fail(listener, call, error)
+        self._fail(listener, call, error)
         return True
+
+    def _fail(self, listener: int, call: kernel.Notified, error: int) -> None:
+        if call.name == "close":
+            # Linux closes whatever it returns; the number stays taken, which does no harm here.
+            kernel.replace_fd(listener, call, _devnull(), call.arguments[0])
+        kernel.fail(listener, call, error)
 
     def _short(self, child: _Child, call: kernel.Notified, part: float) -> int | None:
         """Do a part of a transfer in the place of the child."""
