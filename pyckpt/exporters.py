@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from pyckpt import locks
-from pyckpt.format.files import refuse_to_replace
+from pyckpt.format import files
 from pyckpt.train.events import (
     Event,
     Pruned,
@@ -252,7 +252,7 @@ class PrometheusFile:
     def __call__(self, event: Event) -> None:
         self._numbers.take(event)
         path = Path(self._path.replace("{rank}", str(event.rank)))
-        refuse_to_replace(path)
+        files.refuse_to_replace(path)
         # The collector passes over other names.
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
