@@ -78,7 +78,7 @@ def _page() -> int:
 def _children() -> int:
     found = 0
     for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError):  # a thread that ended meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
             found += len((task / "children").read_text().split())
     return found
 

@@ -116,9 +116,14 @@ def end_children() -> None:
     """End all children of this process, and theirs, which become its own when these end."""
     deadline = time.monotonic() + _GRACE_SECONDS
     while time.monotonic() < deadline:
-        lists = Path("/proc/self/task").glob("*/children")
-        children = [int(child) for one in lists for child in one.read_text().split()]
-        if not children:
+        children: list[int] = []
+        ended = False
+        for thread in Path("/proc/self/task").iterdir():
+            try:
+                children += map(int, (thread / "children").read_text().split())
+            except (FileNotFoundError, ProcessLookupError):
+                ended = True  # the thread, whose children another one has now, perhaps unseen
+        if not children and not ended:
             return
         for child in children:
             with suppress(ProcessLookupError):
