@@ -37,7 +37,8 @@ class Limit:
 
 LIMITS: Mapping[str, Limit] = {
     "memory_bytes": Limit(4 * _MIB, 24 * _MIB),
-    "engine_bytes": Limit(0, 0),
+    # Copies of two saves that meet by chance take one piece more, which the engine keeps.
+    "engine_bytes": Limit(0, 2 * _MIB),
     "mappings": Limit(3, 40),
     "descriptors": Limit(0.5, 2),
     "threads": Limit(0.5, 2),
