@@ -13,7 +13,16 @@ from pyckpt.errors import LoadError
 from pyckpt.format.columns import PlacesMapping
 from pyckpt.private import StorageInfo
 
-__all__ = ["Rename", "as_saved", "function_of", "moved", "renamed", "stored_keys", "wrappers_hint"]
+__all__ = [
+    "WRAPPERS",
+    "Rename",
+    "as_saved",
+    "function_of",
+    "moved",
+    "renamed",
+    "stored_keys",
+    "wrappers_hint",
+]
 
 Rename = Callable[[str], str]
 """Takes a key of the checkpoint, returns the key that it has in the state."""
@@ -156,14 +165,10 @@ def _aligned(path: Path, key: str) -> Path:
     return (*head, rest[0] if rest and str(rest[0]) == key else key, *tail)
 
 
-_WRAPPERS = frozenset(
-    (
-        "module",  # DDP and DataParallel
-        "_orig_mod",  # torch.compile
-        "_fsdp_wrapped_module",
-        "_checkpoint_wrapped_module",
-    )
-)
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module")
+"""The parts that FSDP1, activation checkpointing, torch.compile and Fabric add to names."""
+_REPLICAS = "module"
+"""What DDP and DataParallel add, and what a submodule may be called as well."""
 
 
 def wrappers_hint(missing: Iterable[str], unused: Iterable[str]) -> str:
@@ -190,8 +195,8 @@ def wrappers_hint(missing: Iterable[str], unused: Iterable[str]) -> str:
 
 
 def _bare(key: str) -> str:
-    return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in key.split(".") if part not in (*WRAPPERS, _REPLICAS))
 
 
 def _replicas(key: str) -> int:
-    return key.split(".").count("module")
+    return key.split(".").count(_REPLICAS)

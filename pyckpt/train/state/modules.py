@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from pyckpt.dcp.leaves import whole_size
+from pyckpt.dcp.renaming import WRAPPERS
 from pyckpt.dcp.report import some
 from pyckpt.dcp.whole import is_special
 from pyckpt.errors import LoadError
@@ -43,15 +44,9 @@ _logger = logging.getLogger("pyckpt")
 # Those whose left-out names were logged.
 _told: weakref.WeakSet[Trainable] = weakref.WeakSet()
 
-# The parts that FSDP1, activation checkpointing, torch.compile and Fabric add to names. DDP and
-# DataParallel add "module", which may also be a submodule's own name, so `Names` looks at the
-# modules themselves.
-_WRAPPERS = (
-    "_fsdp_wrapped_module.",
-    "_checkpoint_wrapped_module.",
-    "_orig_mod.",
-    "_forward_module.",
-)
+# DDP and DataParallel add "module", which may also be a submodule's own name, so `Names` looks at
+# the modules themselves.
+_WRAPPERS = tuple(f"{name}." for name in WRAPPERS)
 
 
 def without_wrappers(name: str) -> str:
