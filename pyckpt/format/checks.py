@@ -149,6 +149,13 @@ def _check_tensor(key: str, item: TensorStorageMetadata, places: _Places) -> Non
     properties, size, chunks = item.properties, item.size, item.chunks
     if type(properties) is not TensorProperties or type(properties.dtype) is not torch.dtype:
         _malformed(f"{key!r} has no dtype")
+    if (
+        type(properties.layout) is not torch.layout
+        or type(properties.memory_format) is not torch.memory_format
+        or type(properties.requires_grad) is not bool
+        or type(properties.pin_memory) is not bool
+    ):
+        _malformed(f"{key!r} has properties that are none")
     if type(size) is not torch.Size or min(size, default=0) < 0:
         _malformed(f"{key!r} has no size")
     if type(chunks) is not list:
