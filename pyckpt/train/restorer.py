@@ -400,24 +400,22 @@ class Restorer:
         self, found: CheckpointInfo, state: Mapping[str, Any], options: LoadOptions
     ) -> Exception | None:
         """Load a checkpoint on all ranks; return the error of this one."""
-        failure: Exception | None = None
         with ExitStack() as held:
-            try:
+
+            def keep() -> None:
                 if not is_url(found.place) and (self._nodes is None or self._nodes.has_metadata):
                     held.enter_context(reading(Path(found.place)))
-            except OSError as error:
-                failure = error
-            # Loading is collective, so no rank may begin if one cannot.
-            if not self._ranks.largest(int(failure is not None)):
-                try:
-                    with self._ranks.acting(f"loading {found.place}"):
-                        reader = held.enter_context(self._reader(found))
-                        self.report = self._fill(found, reader, state, options)
-                except RanksLost:
-                    raise
-                except Exception as error:
-                    failure = error
-        return failure
+
+            try:
+                self._together(keep, f"opening {found.place}")
+                with self._ranks.acting(f"loading {found.place}"):
+                    reader = held.enter_context(self._reader(found))
+                    self.report = self._fill(found, reader, state, options)
+            except RanksLost:
+                raise
+            except Exception as error:
+                return error
+        return None
 
     def _fill(
         self,
