@@ -20,12 +20,13 @@ import torch.distributed as dist
 
 from torture import judge, kernel
 from torture.scenarios import NEW, NEXT, OLD, SCENARIOS, Scenario, Stage, body_of, prepare, settle
-from torture.supervisor import Group, Key, Planned, Seen, parse
+from torture.supervisor import STARVED_MAX_S, Group, Key, Planned, Seen, parse
 
 __all__ = ["BOUND_S", "Case", "Desk", "Verdict", "case_of"]
 
 BOUND_S = 60.0
-"""Each phase of a case ends within this, or counts as a hang."""
+"""Each phase of a case ends within this, or counts as a hang. The time in which its ranks waited
+for a processor that others used is not counted: see `Group.phase`."""
 
 
 _UNNAMED = ("clone", "mmap")
@@ -97,7 +98,7 @@ class Desk:
             finally:
                 os._exit(0)
         theirs.close()
-        ours.settimeout(BOUND_S)
+        ours.settimeout(BOUND_S + STARVED_MAX_S)
         return pid, ours
 
     def _ask(self, sock: socket.socket, question: Any) -> Any:

@@ -36,7 +36,7 @@ from torture import results
 from torture.adding_up import added, code, next_seed, runs_in, summed
 from torture.cases import BOUND_S, Case, Desk, Verdict, case_of
 from torture.scenarios import SCENARIOS
-from torture.supervisor import Fault, Key, Planned
+from torture.supervisor import STARVED_MAX_S, Fault, Key, Planned
 
 __all__ = ["faults_of", "main"]
 
@@ -47,7 +47,7 @@ _TRANSFERS = ("read", "write", "pread64", "pwrite64")
 _LATER_MAX = 12  # how many calls after the first fault the second one comes, at most
 _SHARE_OF_FOUR = 0.15
 _CODE = ("pyckpt", "csrc", "torture")  # what is tried, and what tries it
-_SILENT_S = 10 * BOUND_S  # a case has fewer phases; a worker that is silent for longer hangs
+_SILENT_S = 6 * (BOUND_S + STARVED_MAX_S)  # no case takes longer; a worker so silent hangs
 
 Profile = Mapping[tuple[str, int], Sequence[Key]]
 

@@ -133,6 +133,17 @@ def die_with_parent() -> None:
     _libc.prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
 
 
+def waited_for_processors(pid: int) -> float:
+    """For how many seconds the threads that a process now has were ready to run, while others had
+    the processors: the second field of proc/PID/task/TID/schedstat. 0.0 for what is gone."""
+    waited = 0
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{task}/schedstat") as file:
+                waited += int(file.read().split()[1])
+    return waited / 1e9
+
+
 def wake_at_once(descriptor: int) -> None:
     """Have the kernel run the other side right away; kernels before 6.6 do not know this."""
     with suppress(OSError):

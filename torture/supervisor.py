@@ -26,7 +26,11 @@ from typing import Any, NamedTuple
 
 from torture import kernel
 
-__all__ = ["Fault", "Group", "Key", "Link", "Planned", "Seen"]
+__all__ = ["STARVED_MAX_S", "Fault", "Group", "Key", "Link", "Planned", "Seen"]
+
+STARVED_MAX_S = 240.0
+"""What a deadline gives, at most, for the time in which ranks waited for a processor. A rank that
+runs for ever on a busy machine waits for ever, too, and must be found."""
 
 _LARGE = 1 << 20  # a mapping of this many bytes counts as memory that a system may refuse
 _IDENTITY = re.compile("[0-9a-f]{32}")
@@ -202,9 +206,16 @@ class Group:
 
     def phase(self, number: int, deadline: float) -> list[Seen]:
         """What each rank says in a phase (0 is the first), or that it died, or hung: a rank that
-        has said nothing by the deadline (of time.monotonic) is killed."""
+        has said nothing by the deadline (of time.monotonic) is killed. While a rank waits for a
+        processor that others use, the deadline waits, too, for up to ``STARVED_MAX_S``."""
+        waited = self._waited_for_processors()
+        until = deadline
         while any(not c.gone and len(c.said) <= number for c in self.children):
-            if not self._serve(deadline):
+            if not self._serve(until):
+                starved = self._waited_for_processors() - waited
+                until = deadline + min(max(starved, 0.0), STARVED_MAX_S)
+                if time.monotonic() < until:
+                    continue
                 for child in self.children:
                     if not child.gone and len(child.said) <= number:
                         child.said += [Seen("hung")] * (number + 1 - len(child.said))
@@ -216,6 +227,12 @@ class Group:
             else Seen("killed" if c.status == signal.SIGKILL else "died", c.status)
             for c in self.children
         ]
+
+    def _waited_for_processors(self) -> float:
+        """For how many seconds the threads of the ranks, and this one, were ready to run and did
+        not: of all together, since ranks wait for each other."""
+        pids = [os.getpid(), *(child.pid for child in self.children if not child.gone)]
+        return sum(kernel.waited_for_processors(pid) for pid in pids)
 
     def go_on(self) -> None:
         """Tell the ranks that have said something to go on. Their calls are let through."""

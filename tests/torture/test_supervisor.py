@@ -124,6 +124,28 @@ def test_a_hang_ends(tmp_path: Path) -> None:
     assert run_child(hang, tmp_path) == [Seen("hung")]
 
 
+def share_a_processor(pipe: Pipe, root: Path) -> tuple[list[Seen], bool]:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    begun = time.monotonic()
+
+    def body(link: Link, rank: int) -> None:
+        link.arm()
+        while time.process_time() < 0.5:
+            pass
+        link.say("said", "done")
+
+    group = Group(4, body, root=str(root))
+    seen = group.phase(0, begun + 0.5)
+    group.close()
+    return seen, time.monotonic() - begun > 1.0
+
+
+def test_who_waits_for_a_processor_does_not_hang(tmp_path: Path) -> None:
+    seen, late = run_child(share_a_processor, tmp_path)
+    assert seen == [Seen("said", "done")] * 4
+    assert late  # four times half a second on one processor: beyond what it was given
+
+
 @pytest.mark.parametrize(
     "planned",
     [
