@@ -2,7 +2,8 @@
 
     Exception
     ├── OSError                      built in: a system call failed; carries errno and path, and its
-    │                                message names the call and the offset
+    │   │                            message names the call and the offset
+    │   └── NotDurable               a save is committed, and a power failure may undo it
     └── PyckptError
         ├── CorruptCheckpoint        bytes on disk are not the bytes that were saved
         ├── UnsafeCheckpoint         a file asks for a class that loading does not allow
@@ -28,6 +29,7 @@ __all__ = [
     "CudaError",
     "EngineClosed",
     "LoadError",
+    "NotDurable",
     "PyckptError",
     "RanksLost",
     "SaveError",
@@ -47,6 +49,14 @@ class PyckptError(Exception):
 
     def __init__(self, message: str = "", *more: object) -> None:
         super().__init__(_printable(message), *more)
+
+
+class NotDurable(OSError):
+    """A save is committed, and synchronising its directory failed after that.
+
+    The new checkpoint is in place, whole, and readers see it. A power failure may undo it: then the
+    one that it replaced is there again, if there was one. Saving the step again is safe.
+    """
 
 
 class CorruptCheckpoint(PyckptError):

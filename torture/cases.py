@@ -30,6 +30,11 @@ for a processor that others used is not counted: see `Group.phase`."""
 
 
 _UNNAMED = ("clone", "mmap")
+_SAVES = (
+    *("first-save", "next-save", "overwrite"),
+    *("save", "dcp-save", "dcp-first-save", "dcp-async-save"),
+)
+"""Scenarios of one save, and nothing after it whose error could be told."""
 
 
 @dataclass
@@ -263,6 +268,8 @@ def _object(
     if "wrong" in found:
         return [*objections, found["wrong"]]
     objections += _object_to_content(scenario, {rank: told[rank][1] for rank in good}, found)
+    if len(bad) == len(seen):
+        objections += _object_to_failure(scenario, [told[rank][1] for rank in bad], found)
     if scenario.name == "restore" and any(one.fault.kind == "stays" for one in plan):
         # What cannot be read in several attempts is passed over for the one before.
         older = f"loaded {(1, float(OLD))}"
@@ -302,6 +309,25 @@ def _object_to_content(scenario: Scenario, results: Mapping[int, Any], found: An
             return [f"the export holds {content}"]
         return [f"success was told, and it holds {content}"] if results and content != NEW else []
     return [] if content in ({1: OLD, 2: NEW}, {2: NEW}) else [f"the directory holds {content}"]
+
+
+def _object_to_failure(scenario: Scenario, told: Sequence[Any], found: Any) -> list[str]:
+    """Where all ranks were told that a save failed: it committed nothing, unless they were told
+    that it is not durable, or lost each other."""
+    if scenario.name not in _SAVES:
+        return []
+    # DCP's own error has the class of ours in its text.
+    if any(
+        kind in ("NotDurable", "RanksLost") or "pyckpt.errors.NotDurable" in text
+        for kind, _, _, text in told
+    ):
+        return []
+    old: Any = OLD if scenario.earlier else None
+    if scenario.kind == "run":
+        old = {1: OLD} if scenario.earlier else {}
+    if found["content"] == old:
+        return []
+    return [f"the save was said to have failed, and the directory holds {found['content']}"]
 
 
 def _object_to_resume(scenario: Scenario, seen: Sequence[Seen], found: Any) -> list[str]:

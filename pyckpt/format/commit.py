@@ -19,11 +19,11 @@ import os
 import re
 import sys
 import uuid
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pyckpt.errors import PyckptError
+from pyckpt.errors import NotDurable, PyckptError
 from pyckpt.format import metadata as metadata_format
 from pyckpt.format.claim import is_claimed
 from pyckpt.format.files import naming
@@ -34,6 +34,7 @@ __all__ = [
     "REMOVED",
     "begin_save",
     "commit_metadata",
+    "committed",
     "data_file_name",
     "frozen_file_name",
     "has_remains",
@@ -295,6 +296,7 @@ def commit_metadata(
         before_rename: called when all but the rename is done; what it raises prevents that.
 
     Raises:
+        NotDurable: it stands there, and the directory could not be synchronised.
         OSError: it could not be written; what stood there still does.
     """
     path = directory / name
@@ -302,20 +304,42 @@ def commit_metadata(
     # directory that others can write to, would have us write wherever it points.
     temporary = directory / f"{name}.{uuid.uuid4().hex}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    # Opened before the rename, so that only the disk can fail after it.
+    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY) if sync else None
     try:
-        with naming(temporary), open(os.open(temporary, flags, 0o666), "wb") as file:
-            file.write(data)
-            file.flush()
-            if sync:
-                os.fsync(file.fileno())
-        before_rename()
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):  # the first error is the one that matters
-            temporary.unlink()
-        raise
-    if sync:
-        sync_directory(directory)
+        try:
+            with naming(temporary), open(os.open(temporary, flags, 0o666), "wb") as file:
+                file.write(data)
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
+            before_rename()
+            temporary.replace(path)
+        except BaseException:
+            with suppress(OSError):  # the first error is the one that matters
+                temporary.unlink()
+            raise
+        if opened is not None:
+            with committed(path):
+                sync_opened_directory(opened, directory)
+    finally:
+        if opened is not None:
+            close_unwritten(opened)
+
+
+@contextmanager
+def committed(path: Path) -> Iterator[None]:
+    """In this block, which makes a commit durable, an error is that of a save that counts.
+
+    Raises:
+        NotDurable: for an ``OSError``. Undoing the commit would not help: nobody knows which of
+            both the disk has, and the new checkpoint is whole.
+    """
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.strerror}; {path.name} is in place, and a power failure may undo that"
+        raise NotDurable(error.errno, what, str(path.parent)) from error
 
 
 def remove_parts(directory: Path, keep: str) -> None:

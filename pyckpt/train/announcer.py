@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from pyckpt.activity import Activity, Late
 from pyckpt.dcp.report import LoadReport
 from pyckpt.engine import Engine, held_bytes
+from pyckpt.errors import NotDurable
 from pyckpt.locks import fork_safe_lock
 from pyckpt.printable import rate_text, seconds_text, size_text
 from pyckpt.train.events import (
@@ -131,9 +132,12 @@ class Announcer:
 
     def failed(self, handle: SaveHandle, error: BaseException) -> None:
         if self._ranks.rank == 0:
+            what = "saving %s failed after %s; the checkpoint before it stays: %s"
+            if isinstance(error, NotDurable):
+                what = "%s was committed after %s, but not made durable: %s"
             _say(
                 logging.ERROR,
-                "saving %s failed after %s; the checkpoint before it stays: %s",
+                what,
                 self._name(handle),
                 seconds_text(handle.seconds),
                 error,

@@ -75,7 +75,9 @@ def save(
     Raises:
         FileExistsError: there is a checkpoint in the directory, and ``overwrite`` is False. It
             stays as it was.
-        OSError: a file cannot be written. No checkpoint was replaced.
+        OSError: a file cannot be written. No checkpoint was replaced. A
+            ``pyckpt.errors.NotDurable``, which is an ``OSError``, says that the new one is in place
+            and that a power failure may undo that.
         TypeError: ``state`` is no dict, or has a value that `pyckpt.load` could not load, or a
             tensor on the meta device.
         ValueError: an argument is out of range, or ``path`` is empty, or a URL that names no object

@@ -21,7 +21,7 @@ from pyckpt.dcp.save import save_with_dcp
 from pyckpt.dcp.save_planner import SavePlanner
 from pyckpt.dcp.stager import PinnedStager
 from pyckpt.engine import Engine
-from pyckpt.errors import PyckptError, SaveError
+from pyckpt.errors import NotDurable, PyckptError, SaveError
 from pyckpt.format import commit
 from pyckpt.locks import fork_safe_lock
 from pyckpt.train.announcer import Announcer
@@ -108,6 +108,9 @@ class Saver:
         # Directories of saves that failed, and the data files that they may have left there; and of
         # saves that could not remove what they replaced. Kept by the rank that commits.
         self._remains: dict[Path, set[str]] = {}
+        # Directories whose last save was committed, and failed after that: saving there again
+        # repeats the save, and replaces no checkpoint of the program.
+        self._in_place: set[Path] = set()
         self._told = 0  # number of the last failed save whose error was raised
         self._failure: BaseException | None = None
         self._lock = fork_safe_lock()
@@ -195,10 +198,9 @@ class Saver:
         interrupts are raised here."""
         begun = time.perf_counter()
         self.wait()
-        self.overwrites = overwrite
-        handle = SaveHandle(
-            step, self._catalog.path(step), self._announcer.reached, final=final, begun=begun
-        )
+        path = self._catalog.path(step)
+        self.overwrites = overwrite or path in self._in_place
+        handle = SaveHandle(step, path, self._announcer.reached, final=final, begun=begun)
         number = self.started + 1
         saving = self._announcer.activity_of(handle)
         done: Future[None] = Future()
@@ -416,6 +418,10 @@ class Saver:
         if failure is not None:
             failure = self._failure_of(failure, handle)
         self.writing.discard(handle.step)
+        if isinstance(failure, NotDurable):
+            self._in_place.add(handle.path)
+        elif failure is None:
+            self._in_place.discard(handle.path)
         with self._lock:
             if failure is not None:
                 self._failure = failure  # before `failed`, by which others see that it is there

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 import pyckpt
+from pyckpt.errors import NotDurable
 from pyckpt.format import commit
 
 A, B, C = 1, 2, 3
@@ -352,7 +353,8 @@ FAULTS = {
     "close-data": Fault("close:error=ENOSPC:when=4", errno.ENOSPC, DATA, "close failed"),
     "open-directory": Fault("openat:error=EMFILE:when=6", errno.EMFILE, "", "open failed"),
     "sync-directory": Fault("fsync:error=EIO:when=2", errno.EIO, "", "fsync failed"),
-    "open-metadata": Fault("openat:error=ENOSPC:when=8", errno.ENOSPC, _TEMPORARY, ""),
+    "open-what-to-sync": Fault("openat:error=EMFILE:when=8", errno.EMFILE, "", ""),
+    "open-metadata": Fault("openat:error=ENOSPC:when=9", errno.ENOSPC, _TEMPORARY, ""),
     "write-metadata": Fault("write:error=ENOSPC:when=1", errno.ENOSPC, _TEMPORARY, ""),
     "sync-metadata": Fault("fsync:error=EIO:when=3", errno.EIO, _TEMPORARY, ""),
     "close-metadata": Fault("close:error=EDQUOT:when=6", errno.EDQUOT, _TEMPORARY, ""),
@@ -410,6 +412,7 @@ def test_syncing_the_commit_fails(how: str, tmp_path: Path) -> None:
     outcome = tampered(tmp_path, "fsync:error=EIO:when=4", how=how)
     assert outcome.failure is not None
     assert outcome.failure.error.errno == errno.EIO
+    assert isinstance(outcome.failure.error, NotDurable)
     assert outcome.loaded == B
     assert_clean(tmp_path)
     assert outcome.failure.error.filename == str(tmp_path)

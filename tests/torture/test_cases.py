@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,13 @@ def false_success(place: Path) -> None:
     commit.commit_metadata = write
 
 
+def false_failure(place: Path) -> None:
+    """An error after the commit is reported as that of a save that committed nothing."""
+    from pyckpt.format import commit
+
+    commit.committed = lambda path: nullcontext()
+
+
 def no_sweep(place: Path) -> None:
     """Nothing is removed after a save."""
     from pyckpt.format import commit
@@ -99,6 +106,8 @@ OVERWRITE = "overwrite@1/0:rename:run/step-00000001/.metadata.ID.tmp:1=kill"
         (torn_commit, "dcp-save@1/0:write:checkpoint/.metadata:2=kill", "checkpoint"),
         (early_sweep, f"dcp-save@1/{RENAME}=kill", "checkpoint"),
         (false_success, f"dcp-save@1/{RENAME}=error=EIO", "missing"),
+        (false_failure, "dcp-save@1/0:fsync:checkpoint:2=error=EIO", "said to have failed"),
+        (false_failure, "next-save@2/0:fsync:run/step-00000002:3=error=EIO", "said to have failed"),
         (no_sweep, f"dcp-save@1/{RENAME}=kill", "stray"),
         (no_sweep_of_earlier_jobs, OVERWRITE, "stray"),
     ],
@@ -117,6 +126,8 @@ def test_a_planted_defect_is_seen(
         f"dcp-save@2/{RENAME}=kill",
         f"dcp-save@2/{RENAME}=error=EIO",
         OVERWRITE,
+        "dcp-save@1/0:fsync:checkpoint:2=error=EIO",
+        "next-save@2/0:fsync:run/step-00000002:3=error=EIO",
         "dcp-save@2/1:pwrite64:checkpoint/__1_ID.distcp:1=short=0.5",
         "dcp-save@2/1:pwrite64:checkpoint/__1_ID.distcp:1=error=ENOSPC;"
         "0:fsync:checkpoint/__0_ID.distcp:1=error=EIO",

@@ -20,7 +20,8 @@ from _training import Run, damage
 
 import pyckpt
 from pyckpt import Checkpointer, activity
-from pyckpt.errors import SaveError
+from pyckpt.errors import NotDurable, SaveError
+from pyckpt.format import commit
 from pyckpt.train.handle import SaveHandle
 
 SECONDS = r"[\d.e-]+ s"
@@ -55,6 +56,40 @@ def test_saves_restores_and_removals_are_logged(tmp_path: Path, heard: Heard) ->
     assert len(heard.texts) == len(expected), heard.texts
     for text, pattern in zip(heard.texts, expected, strict=True):
         assert re.fullmatch(pattern, text), (text, pattern)
+
+
+def test_a_commit_that_may_not_be_durable_is_said_to_be_one(
+    tmp_path: Path, heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = commit.sync_opened_directory
+    failing = [True]
+
+    def fails_after_a_commit(descriptor: int, path: Path) -> None:
+        if path.name == "step-00000002" and (path / ".metadata").exists() and failing:
+            failing.clear()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor, path)
+
+    monkeypatch.setattr(commit, "sync_opened_directory", fails_after_a_commit)
+    state = {"x": torch.ones(4)}
+    with Checkpointer(tmp_path, overwrite=False) as checkpointer:
+        checkpointer.save(1, state).wait()
+        with pytest.raises(NotDurable, match="is in place") as info:
+            checkpointer.save(2, state).wait()
+        assert info.value.errno == errno.EIO
+        with suppress(NotDurable):
+            checkpointer.wait()
+        assert [one.step for one in checkpointer.checkpoints()] == [1, 2]
+        assert any("step 2 was committed after" in text for text in heard.texts)
+        state["x"].fill_(2)
+        checkpointer.save(2, state).wait()  # a checkpoint of the program's is not replaced
+        with pytest.raises(FileExistsError):
+            checkpointer.save(2, state).wait()
+        with pytest.raises(FileExistsError):
+            checkpointer.wait()
+        state["x"].zero_()
+        assert checkpointer.restore(state) == 2
+        assert state["x"].tolist() == [2.0] * 4
 
 
 def test_a_save_that_fails_is_logged_when_it_does(

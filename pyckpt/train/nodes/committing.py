@@ -227,8 +227,9 @@ class NodeCommit:
             else:
                 what = f"{error.strerror}, when it was to be renamed to {target}"
                 raise OSError(error.errno, what, str(pending)) from error
-        commit.sync_directory(path)
-        commit.sync_directory(self._folder)
+        with commit.committed(target):
+            commit.sync_directory(path)
+            commit.sync_directory(self._folder)
 
     def _pending(self) -> list[str]:
         try:
