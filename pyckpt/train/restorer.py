@@ -407,8 +407,8 @@ class Restorer:
                     held.enter_context(reading(Path(found.place)))
 
             try:
-                self._together(keep, f"opening {found.place}")
                 with self._ranks.acting(f"loading {found.place}"):
+                    self._together(keep, f"opening {found.place}")
                     reader = held.enter_context(self._reader(found))
                     self.report = self._fill(found, reader, state, options)
             except RanksLost:
