@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #ifdef PYCKPT_CUDA
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
 
@@ -74,8 +73,10 @@ void delete_staged(void* context) {
   const std::shared_ptr<Region>& region = (*staged)->region();
   // Handing the GIL over and back would take longer than most of these.
   if (region && staged->use_count() == 1 && region->is_last_of_arena()) {
-    without_gil([staged] {
-      const CurrentDevice current_device(CurrentDevice::is_any());
+    without_gil([staged, &region] {
+      // Of a program that saves from the host alone, CUDA is not asked anything: that would keep
+      // the program's forked children from using it.
+      const CurrentDevice current_device(region->arena_uses_device());
       delete staged;
     });
   } else {
@@ -202,7 +203,6 @@ class PyStaging {
 #ifdef PYCKPT_CUDA
       for (const auto& [device, before] : programs_) {
         const auto index = static_cast<c10::DeviceIndex>(device->index());
-        const c10::cuda::CUDAGuard guard(index);
         job_->hold(device, c10::cuda::getCurrentCUDAStream(index).stream());
       }
 #endif
