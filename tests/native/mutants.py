@@ -107,6 +107,12 @@ MUTANTS = (
         "    check(cudaEventSynchronize",
     ),
     Mutant(
+        "memory is let go before its stream is done",
+        "device_cuda.cpp",
+        "    ignore(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));\n",
+        "    (void)stream;\n",
+    ),
+    Mutant(
         "memory is registered without a current device",
         "device_cuda.cpp",
         "  const Entry entry(device);\n  // Portable",
@@ -226,11 +232,13 @@ MUTANTS = (
         "the engine is locked while copies are queued",
         "engine.cpp",
         "  std::shared_ptr<StageJob> job =\n"
-        "      StageJob::start(arena_.get(), staging_threads_.get(), sources, std::move(options));\n"
+        "      StageJob::start(arena_.get(), staging_threads_.get(), sources, "
+        "std::move(options));\n"
         "  const Lock lock(mutex_);\n",
         "  const Lock lock(mutex_);\n"
         "  std::shared_ptr<StageJob> job =\n"
-        "      StageJob::start(arena_.get(), staging_threads_.get(), sources, std::move(options));\n",
+        "      StageJob::start(arena_.get(), staging_threads_.get(), sources, "
+        "std::move(options));\n",
     ),
     Mutant(
         "closing an engine does not wait for what it prewarms",
