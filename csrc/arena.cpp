@@ -78,6 +78,12 @@ std::vector<Arena::Range> Arena::free_ranges(Kind kind) const {
   return ranges;
 }
 
+bool Arena::uses_device() const {
+  const Lock lock(mutex_);
+  return std::any_of(segments_.begin(), segments_.end(),
+                     [](const Segment& segment) { return segment.buffer->uses_device(); });
+}
+
 size_t Arena::held_bytes() const {
   const Lock lock(mutex_);
   return held_bytes_;

@@ -40,6 +40,8 @@ class Region {
   // Whether all of the arena's memory goes when this does, which takes long; as far as one can know
   // while others may go at the same time.
   bool is_last_of_arena() const { return arena_.use_count() == 1; }
+  // Whether CUDA is asked when the arena's memory goes.
+  bool arena_uses_device() const;
 
  private:
   friend class Arena;
@@ -86,6 +88,9 @@ class Arena : public std::enable_shared_from_this<Arena> {
   };
   std::vector<Range> free_ranges(Kind kind) const;
 
+  // Whether any of the memory was to be registered for a device.
+  bool uses_device() const;
+
   size_t max_bytes() const { return max_bytes_; }
   size_t held_bytes() const;  // of all segments, and of one that is being made
   size_t used_bytes() const;  // of all regions not given back
@@ -114,5 +119,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   size_t held_bytes_ GUARDED_BY(mutex_) = 0;
   size_t used_bytes_ GUARDED_BY(mutex_) = 0;
 };
+
+inline bool Region::arena_uses_device() const { return arena_->uses_device(); }
 
 }  // namespace pyckpt

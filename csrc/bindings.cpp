@@ -115,6 +115,31 @@ void prewarm(Engine& engine, size_t bytes, bool shared, const std::vector<int>& 
   }
 }
 
+// Memory that is not an engine's: other than torch's own binding of the runtime, these leave no
+// error behind for the program's next call, nor end a capture, nor change the current device.
+void register_memory([[maybe_unused]] int device, [[maybe_unused]] uintptr_t address,
+                     [[maybe_unused]] size_t size) {
+#ifdef PYCKPT_CUDA
+  const CurrentDevice current_device(true);
+  GilRelease release;
+  register_host_memory(device, reinterpret_cast<void*>(address), size);
+#else
+  throw CudaError("pyckpt was built without CUDA");
+#endif
+}
+
+void unregister_memory([[maybe_unused]] int device, [[maybe_unused]] uintptr_t address,
+                       [[maybe_unused]] uintptr_t stream) {
+#ifdef PYCKPT_CUDA
+  const CurrentDevice current_device(true);
+  GilRelease release;
+  unregister_host_memory_after(device, reinterpret_cast<Stream>(stream),
+                               reinterpret_cast<void*>(address));
+#else
+  throw CudaError("pyckpt was built without CUDA");
+#endif
+}
+
 }  // namespace
 
 void register_engine(py::module_& module) {
@@ -136,6 +161,10 @@ void register_engine(py::module_& module) {
       .def("prewarm", &prewarm, py::arg("bytes"), py::kw_only(), py::arg("shared"),
            py::arg("devices"), py::arg("background") = false)
       .def("wait_prewarmed", &Engine::wait_prewarmed, py::call_guard<GilRelease>());
+  module.def("register_host_memory", &register_memory, py::arg("device"), py::arg("address"),
+             py::arg("size"));
+  module.def("unregister_host_memory", &unregister_memory, py::arg("device"), py::arg("address"),
+             py::arg("stream"));
 }
 
 void register_envelope(py::module_& module) {

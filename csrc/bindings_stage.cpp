@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #ifdef PYCKPT_CUDA
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
 
@@ -74,8 +73,10 @@ void delete_staged(void* context) {
   const std::shared_ptr<Region>& region = (*staged)->region();
   // Handing the GIL over and back would take longer than most of these.
   if (region && staged->use_count() == 1 && region->is_last_of_arena()) {
-    without_gil([staged] {
-      const CurrentDevice current_device(CurrentDevice::is_any());
+    without_gil([staged, &region] {
+      // Of a program that saves from the host alone, CUDA is not asked anything: that would keep
+      // the program's forked children from using it.
+      const CurrentDevice current_device(region->arena_uses_device());
       delete staged;
     });
   } else {
@@ -128,7 +129,9 @@ class PyStaging {
       if (!tensor.is_non_overlapping_and_dense()) {
         if (tensor.is_cuda()) {
           // On the caller's stream, which ours will follow: of the tensor itself nothing is read
-          // after that, and the memory is not bound to a stream that goes with the engine.
+          // after that, and the memory is not bound to a stream that goes with the engine. Without
+          // the GIL, since the driver may make the thread wait.
+          const GilRelease release;
           tensor = tensor.detach().contiguous();
         } else {
           source.strided = std::make_shared<Strided>(tensor.sizes().vec(), tensor.strides().vec(),
@@ -202,7 +205,6 @@ class PyStaging {
 #ifdef PYCKPT_CUDA
       for (const auto& [device, before] : programs_) {
         const auto index = static_cast<c10::DeviceIndex>(device->index());
-        const c10::cuda::CUDAGuard guard(index);
         job_->hold(device, c10::cuda::getCurrentCUDAStream(index).stream());
       }
 #endif

@@ -54,10 +54,11 @@ std::shared_ptr<Device> Programs::add(Engine& engine, const at::Tensor& tensor) 
 void Programs::follow() {
   if (followed_ == all_.size()) return;
   const CurrentDevice current_device(true);
+  // The first use of a device takes long; and at any other the driver makes the thread wait, where
+  // the program has queued more than it takes.
+  const GilRelease release;
   for (; followed_ < all_.size(); ++followed_) {
     const auto& [device, stream] = all_[followed_];
-    std::optional<GilRelease> release;
-    if (!device->is_ready()) release.emplace();
     device->follow(stream);
   }
 }

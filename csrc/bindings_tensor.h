@@ -4,11 +4,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#ifdef PYCKPT_CUDA
-#include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAGuard.h>
-#endif
-
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -17,6 +12,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "bindings_device.h"
 #include "device.h"
 #include "engine.h"
 #include "staged.h"
@@ -31,34 +27,6 @@ constexpr uint64_t kFileMax = std::numeric_limits<int64_t>::max();
 // std::invalid_argument where the memory is not there.
 bool is_plain(const at::Tensor& tensor);
 
-// Leaves the calling thread's current CUDA device as it was, which a Device does not. Does nothing
-// without CUDA, or where there are no devices.
-class CurrentDevice {
- public:
-  explicit CurrentDevice([[maybe_unused]] bool has_devices) {
-#ifdef PYCKPT_CUDA
-    c10::DeviceIndex index = 0;
-    // Not in a forked child, which cannot use CUDA, nor where there is no driver.
-    if (has_devices && c10::cuda::GetDevice(&index) == cudaSuccess) guard_.set_index(index);
-#endif
-  }
-
-  // Whether the machine has devices at all.
-  static bool is_any() {
-#ifdef PYCKPT_CUDA
-    return c10::cuda::device_count() > 0;
-#else
-    return false;
-#endif
-  }
-
-#ifdef PYCKPT_CUDA
- private:
-  // Sets the device back only where the process has a context on it, so that none is made.
-  c10::cuda::OptionalCUDAGuard guard_;
-#endif
-};
-
 // A device, and a stream there that the program gives its work to.
 using Program = std::pair<std::shared_ptr<Device>, Stream>;
 
@@ -69,7 +37,7 @@ class Programs {
   std::shared_ptr<Device> add(Engine& engine, const at::Tensor& tensor);
 
   // What the streams were given so far, copies made from now on see. Once a stream, however many
-  // tensors there are. Without the GIL where a device is used for the first time.
+  // tensors there are. Without the GIL, where a stream is new.
   void follow();
 
   const std::vector<Program>& all() const { return all_; }

@@ -88,7 +88,8 @@ class PyFillJob {
     const size_t count = std::min(tensors.size(), envelopes.size());
     Programs programs;
     for (size_t i = begin; i < count; ++i) {
-      const py::handle tensor = PyList_GET_ITEM(tensors.ptr(), static_cast<py::ssize_t>(i));
+      // Kept: adding a tensor may let go of the GIL, and another thread change the list.
+      const py::object tensor = tensors[i];
       const py::handle envelope = PyList_GET_ITEM(envelopes.ptr(), static_cast<py::ssize_t>(i));
       if (envelope.is_none() || !THPVariable_Check(tensor.ptr())) return i;
       if (!add_tensor(THPVariable_Unpack(tensor.ptr()), envelope.cast<std::shared_ptr<Envelope>>(),

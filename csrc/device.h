@@ -28,7 +28,10 @@ class Ticket {
 };
 
 // One accelerator, and queues on it for copies, one in each direction, that run apart from the
-// program's own work. Nothing here waits for the device but `Ticket::wait`.
+// program's own work. Nothing here waits for the device but `Ticket::wait`, and whatever gives work
+// to a stream that has about a thousand entries pending: there CUDA's driver makes the thread wait
+// until the device has done some (CUDA does not document how many). So the caller holds no lock,
+// nor the GIL, that others need.
 //
 // Safe to call from any thread, also while some thread captures a graph, which nothing here ends or
 // becomes a part of. Makes the device the calling thread's current one and leaves it so: a thread
@@ -77,6 +80,8 @@ constexpr size_t kRegistrationPiece = 64 << 20;
 // one that the process uses already: CUDA would choose device 0, and make a context there.
 void register_host_memory(int device, void* memory, size_t size);
 void unregister_host_memory(int device, void* memory) noexcept;
+// The same, after what a stream of the device was given so far, which may use the memory.
+void unregister_host_memory_after(int device, Stream stream, void* memory) noexcept;
 
 // The NUMA node that a device is attached to; -1 where there is but one, or nobody knows.
 int host_node(int device);

@@ -1,20 +1,15 @@
 #include "device_copies.h"
 
 #include <algorithm>
-#include <cstdint>
 
 namespace pyckpt {
-namespace {
-
-// How many bytes a device copies between two tickets: a writer can begin with the first while the
-// others are on their way.
-constexpr uint64_t kTicketBytes = 16 << 20;
-
-}  // namespace
-
 void DeviceCopies::queue(const std::shared_ptr<Device>& device, bool guarded) {
   std::vector<Transfer> transfers;
   std::vector<Staged*> targets;
+  uint64_t total = 0;  // guarded or not, so that the device's tickets are as many either way
+  for (const StageCopy& copy : copies_) {
+    if (copy.source.device == device) total += copy.source.size;
+  }
   uint64_t bytes = 0;
   const auto flush = [&] {
     if (transfers.empty()) return;
@@ -36,7 +31,7 @@ void DeviceCopies::queue(const std::shared_ptr<Device>& device, bool guarded) {
     transfers.push_back({copy.staged->data(), copy.source.data, copy.source.size});
     targets.push_back(copy.staged.get());
     bytes += copy.source.size;
-    if (bytes >= kTicketBytes) flush();
+    if (bytes >= ticket_bytes(total)) flush();
   }
   flush();
 }

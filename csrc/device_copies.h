@@ -1,6 +1,8 @@
 // The part of a staging that devices do: copies to the host, in the order of their queues.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -9,6 +11,15 @@
 #include "staged.h"
 
 namespace pyckpt {
+
+// How many bytes a device copies between two tickets, of so many in all: a writer can begin with
+// the first while the others are on their way. Of a large state more, since each ticket is an entry
+// in the device's queue, as a copy is: where that is full, the driver makes the thread wait.
+constexpr uint64_t ticket_bytes(uint64_t total) {
+  constexpr uint64_t kAtLeast = 16 << 20;
+  constexpr uint64_t kTickets = 64;
+  return std::max(kAtLeast, total / kTickets);
+}
 
 // Owns the list of copies, and of each device the ticket behind all of them. One thread adds and
 // queues; after that, any may call what is const.

@@ -37,7 +37,8 @@ using cuda::PooledEvent;
 // GPU.)
 constexpr size_t kPackMax = 2 << 20;
 
-// Points in queues that are made before they are needed: of a save that copies 1 GiB.
+// Points in queues that are made before they are needed: about as many as a save has tickets
+// (device_copies.h), whatever it copies.
 constexpr size_t kEventsAtFirst = 64;
 
 class CudaTicket : public Ticket {
@@ -142,8 +143,7 @@ class CudaDevice : public Device {
   }
 
  private:
-  // Within an Entry, whose device stays the thread's current one: setting back device 0 would make
-  // a context there, in each process of a node.
+  // Within an Entry.
   void make_queues() {
     if (prepared_.load(std::memory_order_acquire)) return;
     // Not std::call_once: where its function throws, as this may, other threads hang with some
@@ -251,6 +251,13 @@ void register_host_memory(int device, void* memory, size_t size) {
 
 void unregister_host_memory(int device, void* memory) noexcept {
   cuda::enter_or_ignore(device, [&] { ignore(cudaHostUnregister(memory)); });
+}
+
+void unregister_host_memory_after(int device, Stream stream, void* memory) noexcept {
+  cuda::enter_or_ignore(device, [&] {
+    ignore(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
+    ignore(cudaHostUnregister(memory));
+  });
 }
 
 int host_node(int device) {

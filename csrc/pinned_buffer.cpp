@@ -127,6 +127,7 @@ size_t PinnedBuffer::choose_device(int device) {
   const Lock lock(pinning_);
   if (device_ == kNoDevice) {
     device_ = device;
+    uses_device_.store(true, std::memory_order_release);
     prefer_node(data_, size_, host_node(device));
   }
   return registered_;

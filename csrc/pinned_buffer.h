@@ -40,6 +40,9 @@ class PinnedBuffer {
   // meanwhile populates and pins what is not there yet. Throws as the two do.
   bool warm(size_t offset, size_t size, int device, const std::function<bool()>& goes_on);
 
+  // Whether a device was named to `pin` or `warm`, so that CUDA is asked when this goes.
+  bool uses_device() const { return uses_device_.load(std::memory_order_acquire); }
+
   std::byte* data() { return data_; }
   size_t size() const { return size_; }
   int descriptor() const { return descriptor_; }  // -1 where it is not shared
@@ -54,6 +57,7 @@ class PinnedBuffer {
   size_t size_;
   int descriptor_ = -1;
   std::atomic<bool> pinned_{false};
+  std::atomic<bool> uses_device_{false};
   Mutex pinning_;
   int device_ GUARDED_BY(pinning_) = kNoDevice;
   size_t registered_ GUARDED_BY(pinning_) = 0;  // bytes, from the first

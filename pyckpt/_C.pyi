@@ -43,6 +43,21 @@ def stop_timeline() -> list[tuple[int, str, list[tuple[str, int, int, int]], int
     many had no room. A span is a name, its begin and end in nanoseconds of ``time.monotonic_ns``,
     and its bytes."""
 
+def register_host_memory(device: int, address: int, size: int) -> None:
+    """Page-lock host memory for all CUDA devices. The calling thread's current device, its last
+    CUDA error, and captures of graphs stay as they are. Raises CudaError, also in a build without
+    CUDA.
+
+    Args:
+        device: one that the process uses already.
+        address: of memory that is there until it is unregistered, and is registered nowhere else.
+        size: in bytes.
+    """
+
+def unregister_host_memory(device: int, address: int, stream: int) -> None:
+    """Wait for what a stream of the device was given so far, and let the memory go. Errors of CUDA
+    are ignored. Raises CudaError in a build without CUDA."""
+
 class Envelope:
     """The bytes before and after a tensor's raw bytes; see ``pyckpt.format.envelope``."""
 

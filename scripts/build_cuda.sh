@@ -43,3 +43,22 @@ import pyckpt
 assert pyckpt._C.cuda
 print(f"built against torch {torch.__version__}, CUDA {torch.version.cuda}: {extension.name}")
 PY
+
+# With torch's own code for devices and without a GPU: no context where the program has none.
+read -r torch runtime < <("../../$venv/bin/python" - <<'PY'
+import os
+
+import torch
+
+# Where the runtime lies that torch loads.
+with open("/proc/self/maps") as maps:
+    [runtime] = {line.split()[-1] for line in maps if "/libcudart.so" in line}
+print(os.path.dirname(torch.__file__), os.path.dirname(runtime))
+PY
+)
+"${CXX:-g++}" -std=c++17 -DPYCKPT_CUDA -Wall -Wextra -Werror -pthread -Icsrc \
+  -isystem "$torch/include" -isystem "$CUDA_HOME/include" \
+  ../../tests/native/torch/current_device.cpp -o current_device \
+  -L"$torch/lib" -lc10_cuda -lc10 -Wl,-rpath,"$torch/lib:$runtime" -Wl,-rpath-link,"$runtime"
+./current_device
+echo "no context on a device that is not used"

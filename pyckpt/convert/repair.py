@@ -289,7 +289,7 @@ def _learn(
             continue
         group = made.param_groups[0]
         group.update({key: value for key, value in options.items() if key in made.defaults})
-        resolver = Resolver(made, device_type="cuda")
+        resolver = Resolver(made, device=torch.device("cuda"))
         param = group["params"][0]
         found: dict[str, torch.Tensor | None] = {}
         for path, place in resolver.learned(0, param).items():

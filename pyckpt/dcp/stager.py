@@ -50,7 +50,9 @@ class PinnedStager:
     its thread.
 
     Everything else (buffers, counters, other tensors, objects) is copied at the call. On a GPU the
-    current stream waits for these copies, and not the thread; on a CPU the call waits.
+    current stream waits for these copies, and not the thread; on a CPU the call waits. On a GPU the
+    thread waits nevertheless where a state has more copies than the driver queues, about a thousand
+    (docs/explanation/cuda.md).
 
     A program that changes parameters by other means than ``optimizer.step()`` calls ``wait_staged``
     first. Replaying a CUDA graph is such a means; so is a forward pass of

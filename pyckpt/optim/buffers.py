@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
+
+from pyckpt import _C
+from pyckpt.errors import CudaError
 
 __all__ = ["Backend", "CudaBackend", "backend_for"]
 
@@ -55,14 +62,10 @@ class CudaBackend:
         with torch.inference_mode(False):  # a tensor made in that mode is writable in it alone
             buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         address = buffer.data_ptr()
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(int(runtime.cudaHostRegister(address, nbytes, 0)))
-        weakref.finalize(buffer.untyped_storage(), self._release, runtime, address)
+        _register(self._device, address, nbytes)
+        # A copy may still use it then: steps wait on the GPU alone.
+        weakref.finalize(buffer.untyped_storage(), _unregister, self._stream, address)
         return buffer
-
-    def _release(self, runtime: Any, address: int) -> None:
-        self._stream.synchronize()  # a copy may still use it: steps wait on the GPU alone
-        runtime.cudaHostUnregister(address)
 
     def copy_out(self, copies: Sequence[tuple[Tensor, UntypedStorage]]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -97,6 +100,77 @@ class CudaBackend:
 def backend_for(device: torch.device) -> Backend | None:
     """The backend for state on a device; None where the state stays."""
     return CudaBackend(device) if device.type == "cuda" else None
+
+
+def _register(device: torch.device, address: int, nbytes: int) -> None:
+    """Raises RuntimeError."""
+    if _C.cuda:
+        try:
+            _C.register_host_memory(device.index, address, nbytes)
+        except CudaError as error:
+            raise RuntimeError(str(error)) from error
+        return
+    with _harmless(device):
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = int(runtime.cudaHostRegister(address, nbytes, 0))
+        if status != 0:
+            _clear_error()
+    torch.cuda.check_error(status)
+
+
+def _unregister(stream: torch.cuda.Stream, address: int) -> None:
+    """Once the stream's copies are over."""
+    if _C.cuda:
+        _C.unregister_host_memory(stream.device.index, address, stream.cuda_stream)
+        return
+    with _harmless(stream.device):
+        stream.synchronize()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if int(runtime.cudaHostUnregister(address)) != 0:
+            _clear_error()
+
+
+# What follows is for builds of pyckpt without CUDA, beside a torch that has it.
+
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+
+
+@contextlib.contextmanager
+def _harmless(device: torch.device) -> Iterator[None]:
+    """The device is the current one, or CUDA would make a context on another. And where torch's
+    runtime can be found, calls end no capture of a graph by another thread."""
+    runtime = _loaded_runtime()
+    mode = ctypes.c_int(_RELAXED)
+    with torch.cuda.device(device):
+        if runtime is not None:
+            runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            if runtime is not None:
+                runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+def _clear_error() -> None:
+    """Of the calling thread. Otherwise torch raises it from the next operator that launches a
+    kernel."""
+    runtime = _loaded_runtime()
+    if runtime is not None:
+        runtime.cudaGetLastError()
+
+
+@functools.cache
+def _loaded_runtime() -> ctypes.CDLL | None:
+    """The CUDA runtime that torch uses, which torch's binding of it does not offer in full; None if
+    it is not a library of its own, or has another name."""
+    if torch.version.cuda is None:
+        return None
+    name = f"libcudart.so.{torch.version.cuda.split('.')[0]}"
+    try:
+        # Never another one: it would have errors and modes of its own.
+        return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LOCAL)
+    except OSError:
+        return None
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

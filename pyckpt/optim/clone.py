@@ -14,7 +14,7 @@ import functools
 import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,12 +41,22 @@ class Spec:
     dtype: torch.dtype
     shape: tuple[int, ...]
     requires_grad: bool
+    device_index: int | None = field(default=None, compare=False)
+    """Which device of the type to name. The state does not depend on it. But where the first fake
+    tensor on a GPU is made, torch makes a real one on that GPU: without an index, on the thread's
+    current one, which may be another process's."""
 
     @staticmethod
-    def of(param: Tensor, device_type: str | None = None) -> Spec:
-        return Spec(
-            device_type or param.device.type, param.dtype, tuple(param.shape), param.requires_grad
-        )
+    def of(param: Tensor, device: torch.device | None = None) -> Spec:
+        device = device or param.device
+        shape = tuple(param.shape)
+        return Spec(device.type, param.dtype, shape, param.requires_grad, device.index)
+
+    @property
+    def device(self) -> torch.device:
+        if self.device_index is None:
+            return torch.device(self.device_type)
+        return torch.device(self.device_type, self.device_index)
 
 
 class _CannotRun(Exception):
@@ -129,14 +139,18 @@ def isolated() -> Iterator[Pretend]:
 def clone_of(
     optimizer: Any, group: dict[str, Any], specs: list[Spec], *, resolve_foreach: bool = False
 ) -> tuple[Any, list[Tensor]]:
+    # One device of each type, so that steps which take no others run.
+    devices: dict[str, torch.device] = {}
+    for spec in specs:
+        devices.setdefault(spec.device_type, spec.device)
     params: list[Tensor] = []
     for spec in specs:
-        memory = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device_type)
+        memory = torch.empty(spec.shape, dtype=spec.dtype, device=devices[spec.device_type])
         param = torch.nn.Parameter(memory, requires_grad=spec.requires_grad)
         param.grad = torch.zeros_like(memory)
         params.append(param)
     options = {
-        key: _harmless(value)
+        key: _harmless(value, devices)
         for key, value in group.items()
         if key not in ("params", "param_names")
     }
@@ -148,7 +162,7 @@ def clone_of(
     cls: Any = type(optimizer)
     clone: Any = object.__new__(_unhooked_class(cls))
     attributes = {
-        name: _harmless(value)
+        name: _harmless(value, devices)
         for name, value in vars(optimizer).items()
         if name not in NO_OPTIONS and not name.endswith("_hooks")
     }
@@ -180,12 +194,13 @@ def _constructed(clone: Any) -> Any:
 _WITHHELD = object()
 
 
-def _harmless(value: Any) -> Any:
-    """A copy through which nothing live can be reached, or ``_WITHHELD``."""
+def _harmless(value: Any, devices: dict[str, torch.device]) -> Any:
+    """A copy through which nothing live can be reached, or ``_WITHHELD``. Tensors are on the device
+    of their type, or of a type that is not there, on their own."""
     if isinstance(value, Tensor):
         if is_dtensor(value):
             return _WITHHELD
-        device = value.device.type
+        device = devices.get(value.device.type, value.device)
         return torch.empty(tuple(value.shape), dtype=value.dtype, device=device)
     if isinstance(value, bool | int | float | complex | str | bytes | None):
         return value
@@ -195,10 +210,12 @@ def _harmless(value: Any) -> Any:
         owner = getattr(value, "__self__", None)
         return value if owner is None or isinstance(owner, types.ModuleType) else _WITHHELD
     if type(value) in (dict, OrderedDict):
-        copies = {key: _harmless(entry) for key, entry in value.items() if not _is_live(key)}
+        copies = {
+            key: _harmless(entry, devices) for key, entry in value.items() if not _is_live(key)
+        }
         return type(value)((k, v) for k, v in copies.items() if v is not _WITHHELD)
     if type(value) in (list, tuple, set):
-        entries = [_harmless(entry) for entry in value]
+        entries = [_harmless(entry, devices) for entry in value]
         return _WITHHELD if any(e is _WITHHELD for e in entries) else type(value)(entries)
     return _WITHHELD
 

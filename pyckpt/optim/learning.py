@@ -82,19 +82,19 @@ def reads_of(
     group: dict[str, Any],
     spec: Spec,
     path: Path,
-    device_type: str,
+    device: torch.device,
     *,
     shared: bool = False,
 ) -> int | None:
     """How often a step reads the tensor at ``path`` back to the host if it is on such a device;
     None if the step does not run. ``shared``: the path begins at the optimizer's ``state``."""
-    if device_type == "cpu":
+    if device.type == "cpu":
         return 0
-    key = (_signature(optimizer, group), spec, path, device_type, shared)
+    key = (_signature(optimizer, group), spec, path, device.type, shared)
     with _lock:
         if key in _reads:
             return _reads[key]
-    reads = _count_reads(optimizer, group, spec, path, device_type, shared)
+    reads = _count_reads(optimizer, group, spec, path, device, shared)
     _remember(_reads, key, reads)
     return reads
 
@@ -205,9 +205,11 @@ def _count_reads(
     group: dict[str, Any],
     spec: Spec,
     path: Path,
-    device_type: str,
+    device: torch.device,
     shared: bool,
 ) -> int | None:
+    if device.type == spec.device_type:
+        device = spec.device  # that of the clone's parameters
     with isolated() as pretend:
         try:
             clone, params = clone_of(optimizer, group, [spec], resolve_foreach=True)
@@ -217,7 +219,7 @@ def _count_reads(
             usual, pretend.reads = pretend.reads, 0
             state = clone.state if shared else clone.state[params[0]]
             tensor = functools.reduce(lambda entry, key: entry[key], path, state)
-            elsewhere = torch.empty(tensor.shape, dtype=tensor.dtype, device=device_type)
+            elsewhere = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             replace(state, path, elsewhere)
             bare_step(clone)
         except Exception:

@@ -118,10 +118,10 @@ def move(optimizer: Any, device: torch.device | str | None = None) -> None:
     requests: list[Request] = []
     owners: list[tuple[Any, Path]] = []
     for member in members(optimizer):
-        # Learn for parameters on the target's type of device. For parameters on the CPU, all state
-        # would seem to belong on the host.
-        device_type = target.type if target is not None and target.type != "cpu" else None
-        resolver = Resolver(member, device_type=device_type)
+        # Learn for parameters on the target. For parameters on the CPU, all state would seem to
+        # belong on the host.
+        elsewhere = target if target is not None and target.type != "cpu" else None
+        resolver = Resolver(member, device=elsewhere)
         for index, param, state in _states(member):
             for path, tensor in leaves(state):
                 wanted = resolver.wanted(index, param, path, state, tensor)
@@ -305,7 +305,7 @@ def _syncs(entry: Entry) -> int | None:
         entry.optimizer.param_groups[entry.index],
         resolver.spec(entry.param),
         entry.path,
-        _device_of(entry.tensor).type,
+        _device_of(entry.tensor),
         shared=entry.of == "optimizer",
     )
 

@@ -182,7 +182,7 @@ class Resolver:
 
     Args:
         groups: use the options of these groups instead of the live ones.
-        device_type: learn for parameters on this type of device instead of their own.
+        device: learn for parameters on this device instead of their own.
     """
 
     def __init__(
@@ -190,18 +190,18 @@ class Resolver:
         optimizer: Any,
         *,
         groups: list[dict[str, Any]] | None = None,
-        device_type: str | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._groups = optimizer.param_groups if groups is None else groups
-        self._device_type = device_type
+        self._device = device
         self._rule = rule_for(type(optimizer))
         self._by_group: dict[int, dict[Spec, Learned]] = {}
         self._tables: dict[tuple[int, Spec], dict[Path, Placement]] = {}
         self._quick: dict[Any, dict[Hashable, tuple[Any, torch.dtype | None]]] = {}
 
     def spec(self, param: Tensor) -> Spec:
-        return Spec.of(param, self._device_type)
+        return Spec.of(param, self._device)
 
     def learned(self, index: int, param: Tensor) -> dict[Path, Placement]:
         """The entries that a step creates for a parameter of that group, by path; no devices."""

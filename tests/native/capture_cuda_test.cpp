@@ -126,5 +126,32 @@ TEST_F(CaptureCudaTest, AStateThatIsBeingCapturedIsNotSaved) {
   save()->wait();
 }
 
+// An optimizer's offloaded state goes with its last owner, on whichever thread, at any time.
+TEST_F(CaptureCudaTest, MemoryIsRegisteredAndLetGoWhileAThreadCaptures) {
+  constexpr size_t kSize = 4096;
+  std::vector<std::byte> host(kSize);
+  std::byte* const memory = on_device(0, std::string(kSize, 'x'));
+  const cudaStream_t copies = cuda_.make_stream(0);
+  const cudaStream_t captured = cuda_.make_stream(0);
+  cuda_.begin_capture(captured);
+  auto use = beside([&] {
+    cuda_.set_registration_limit(0);
+    EXPECT_THROW(register_host_memory(0, host.data(), kSize), CudaError);
+    EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+    cuda_.set_registration_limit(SIZE_MAX);
+    register_host_memory(0, host.data(), kSize);
+    cuda_.hold(copies);
+    EXPECT_EQ(cudaMemcpyAsync(host.data(), memory, kSize, cudaMemcpyDeviceToHost, copies),
+              cudaSuccess);
+    unregister_host_memory_after(0, copies, host.data());
+    EXPECT_EQ(bytes_at(host.data(), kSize), std::string(kSize, 'x'));
+  });
+  EXPECT_TRUE(cuda_.blocked(1));
+  cuda_.release(copies);
+  use.get();
+  EXPECT_EQ(cuda_.live_registrations(), 0u);
+  EXPECT_EQ(cuda_.end_capture(captured), cudaSuccess);
+}
+
 }  // namespace
 }  // namespace pyckpt

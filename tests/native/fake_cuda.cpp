@@ -250,6 +250,12 @@ void FakeCuda::set_registration_limit(size_t bytes) {
   w.registration_limit = bytes;
 }
 
+void FakeCuda::set_depth(size_t operations) {
+  World& w = world();
+  std::lock_guard lock(w.mutex);
+  w.depth = operations;
+}
+
 void FakeCuda::fail(const std::string& function, size_t n, cudaError_t error) {
   World& w = world();
   std::lock_guard lock(w.mutex);

@@ -106,6 +106,11 @@ class FakeCuda {
   void set_parameter_limit(size_t bytes);
   // How many bytes of host memory may be registered at a time.
   void set_registration_limit(size_t bytes);
+  // How many operations of a stream may be pending, those of `enqueue` among them: a thread that
+  // gives it more waits until the stream has done some; `blocked` counts it. CUDA's number, of
+  // about a thousand, is not documented, nor whether calls of other threads then wait, too. Here
+  // they do not.
+  void set_depth(size_t operations);
   // Each registration so far, in the order of their addresses: begin and bytes.
   std::vector<std::pair<const std::byte*, size_t>> registrations() const;
 

@@ -29,7 +29,7 @@ cudaError_t launch(const void* kernel, dim3 blocks, dim3 threads, void** paramet
                    cudaStream_t stream) {
   constexpr const char* kFunction = "cudaLaunchKernel";
   World& w = world();
-  std::lock_guard lock(w.mutex);
+  std::unique_lock lock(w.mutex);
   StreamState* const on = find_alive(w, stream, kFunction);
   if (on == nullptr) return failed(cudaErrorInvalidResourceHandle);
   if (const cudaError_t error = enter_stream(w, kFunction, on); error != cudaSuccess) return error;
@@ -47,6 +47,9 @@ cudaError_t launch(const void* kernel, dim3 blocks, dim3 threads, void** paramet
   }
   if (!w.same_addresses) misuse(w, "a kernel was given host addresses that it cannot use");
   const std::vector<Transfer> transfers(arguments.transfers, arguments.transfers + count);
+  if (const cudaError_t error = wait_for_room(w, &lock, on); error != cudaSuccess) {
+    return error;
+  }
   Operation operation;
   for (const Transfer& transfer : transfers) {
     const Range target{transfer.to, transfer.size};
@@ -141,7 +144,7 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* 
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   World& w = world();
-  std::lock_guard lock(w.mutex);
+  std::unique_lock lock(w.mutex);
   StreamState* const state = find_alive(w, stream, __func__);
   const EventState* const of = find_alive(w, event, __func__);
   if (state == nullptr || of == nullptr) return failed(cudaErrorInvalidResourceHandle);
@@ -157,6 +160,9 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
     return cudaSuccess;
   }
   if (!of->recorded || state->capturing) return cudaSuccess;
+  if (const cudaError_t error = wait_for_room(w, &lock, state); error != cudaSuccess) {
+    return error;
+  }
   Operation operation;
   operation.after.push_back(of->recorded);
   queue(w, state, std::move(operation));
@@ -205,7 +211,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   World& w = world();
-  std::lock_guard lock(w.mutex);
+  std::unique_lock lock(w.mutex);
   StreamState* const on = find_alive(w, stream, __func__);
   EventState* const state = find_alive(w, event, __func__);
   if (on == nullptr || state == nullptr) return failed(cudaErrorInvalidResourceHandle);
@@ -216,6 +222,9 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   }
   state->captured = on->capturing;
   if (on->capturing) return cudaSuccess;
+  if (const cudaError_t error = wait_for_room(w, &lock, on); error != cudaSuccess) {
+    return error;
+  }
   Operation operation;
   state->recorded = operation.mark;
   queue(w, on, std::move(operation));
@@ -240,7 +249,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t count, cudaMemcpyKind kind,
                             cudaStream_t stream) {
   World& w = world();
-  std::lock_guard lock(w.mutex);
+  std::unique_lock lock(w.mutex);
   StreamState* const on = find_alive(w, stream, __func__);
   if (on == nullptr) return failed(cudaErrorInvalidResourceHandle);
   if (const cudaError_t error = enter_stream(w, __func__, on); error != cudaSuccess) return error;
@@ -254,6 +263,9 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t count, cudaMemcpy
     misuse(w, "cudaMemcpyAsync of a kind that the fake does not know");
   }
   if (on->capturing) return cudaSuccess;
+  if (const cudaError_t error = wait_for_room(w, &lock, on); error != cudaSuccess) {
+    return error;
+  }
   Operation operation;
   operation.touches = {target, source};
   operation.work = copying(w, operation.touches, [=] { std::memcpy(to, from, count); });

@@ -51,6 +51,20 @@ TEST_F(FakeCudaTest, StreamsAreInOrderAndApart) {
   EXPECT_EQ(said(), "312");
 }
 
+TEST_F(FakeCudaTest, AFullQueueMakesTheThreadWait) {
+  const cudaEvent_t event = make_event();
+  cuda_.set_depth(3);
+  cuda_.hold(a_);
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(cudaEventRecord(event, a_), cudaSuccess);
+  EXPECT_EQ(cudaEventRecord(event, b_), cudaSuccess);  // another queue has room
+  auto record = std::async(std::launch::async, [&] { return cudaEventRecord(event, a_); });
+  EXPECT_TRUE(cuda_.blocked(1));
+  cuda_.step(a_);
+  EXPECT_EQ(record.get(), cudaSuccess);
+  cudaEventDestroy(event);
+  EXPECT_EQ(cuda_.finish(), "");
+}
+
 TEST_F(FakeCudaTest, AWaitIsForTheRecordThatWasThereAtTheCall) {
   const cudaEvent_t event = make_event();
   cudaStreamWaitEvent(b_, event, 0);  // never recorded: nothing to wait for

@@ -116,6 +116,7 @@ struct World {
   bool same_addresses = true;
   size_t parameter_limit = 32764;
   size_t registration_limit = SIZE_MAX;
+  size_t depth = SIZE_MAX;  // of each stream's queue
   std::shared_future<void> registration_gate;
   std::set<std::pair<const void*, int>> loaded;  // kernels, on devices
   bool stopping = false;
@@ -367,6 +368,22 @@ inline cudaError_t wait_for(World& w, std::unique_lock<std::mutex>* lock,
     ++w.waiting;
     w.changed.notify_all();
     w.changed.wait(*lock, [&] { return mark->reached || lost != cudaSuccess; });
+    --w.waiting;
+  }
+  return lost == cudaSuccess ? cudaSuccess : failed(lost);
+}
+
+// Waits until the stream's queue takes one more operation. Other threads' calls go on meanwhile.
+inline cudaError_t wait_for_room(World& w, std::unique_lock<std::mutex>* lock,
+                                 StreamState* stream) {
+  const auto& lost = w.lost[static_cast<size_t>(stream->device)];
+  if (!stream->capturing && stream->queue.size() >= w.depth) {
+    if (std::this_thread::get_id() == w.program) ++w.program_waits;
+    ++w.waiting;
+    ++stream->waited_for;
+    w.changed.notify_all();
+    w.changed.wait(*lock, [&] { return stream->queue.size() < w.depth || lost != cudaSuccess; });
+    --stream->waited_for;
     --w.waiting;
   }
   return lost == cudaSuccess ? cudaSuccess : failed(lost);

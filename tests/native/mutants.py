@@ -71,14 +71,18 @@ MUTANTS = (
     Mutant(
         "captures are ended",
         "cuda_entry.h",
-        "check(cudaThreadExchangeStreamCaptureMode(&mode_), "
-        '"cudaThreadExchangeStreamCaptureMode");',
+        "const cudaError_t status = cudaThreadExchangeStreamCaptureMode(&mode_);",
+        "const cudaError_t status = cudaSuccess;",
     ),
     Mutant(
         "threads stay in another mode of capture",
         "cuda_entry.h",
-        "~Entry() { ignore(cudaThreadExchangeStreamCaptureMode(&mode_)); }",
-        "~Entry() = default;",
+        "    ignore(cudaThreadExchangeStreamCaptureMode(&mode_));\n",
+    ),
+    Mutant(
+        "a use of CUDA within another leaves its own device",
+        "cuda_entry.h",
+        "    if (outer_ != kNoDevice && outer_ != index_) ignore(cudaSetDevice(outer_));\n",
     ),
     Mutant(
         "a ticket is not recorded",
@@ -101,6 +105,12 @@ MUTANTS = (
         "device_cuda.cpp",
         "    const Entry entry(index_);\n    check(cudaEventSynchronize",
         "    check(cudaEventSynchronize",
+    ),
+    Mutant(
+        "memory is let go before its stream is done",
+        "device_cuda.cpp",
+        "    ignore(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));\n",
+        "    (void)stream;\n",
     ),
     Mutant(
         "memory is registered without a current device",
@@ -217,6 +227,18 @@ MUTANTS = (
         "bool PinnedBuffer::register_piece() {\n  const Lock lock(pinning_);\n"
         "  if (registered_ == size_) return false;",
         "bool PinnedBuffer::register_piece() {\n  if (registered_ == size_) return false;",
+    ),
+    Mutant(
+        "the engine is locked while copies are queued",
+        "engine.cpp",
+        "  std::shared_ptr<StageJob> job =\n"
+        "      StageJob::start(arena_.get(), staging_threads_.get(), sources, "
+        "std::move(options));\n"
+        "  const Lock lock(mutex_);\n",
+        "  const Lock lock(mutex_);\n"
+        "  std::shared_ptr<StageJob> job =\n"
+        "      StageJob::start(arena_.get(), staging_threads_.get(), sources, "
+        "std::move(options));\n",
     ),
     Mutant(
         "closing an engine does not wait for what it prewarms",

@@ -259,6 +259,39 @@ TEST_F(RegisterCudaTest, PrewarmsInTheBackground) {
   EXPECT_EQ(cuda_.calls("cudaHostRegister"), before);
 }
 
+// A piece is registered with the device of the first one, whichever device the thread is at.
+TEST_F(RegisterCudaTest, ADeviceThatGoesOnRegisteringKeepsItsQueues) {
+  Engine engine({1 << 20, kRegistrationPiece / (1 << 20) + 1, 2, 16 << 20});  // two pieces
+  cuda_.fail("cudaHostRegister", 2);
+  EXPECT_THROW(engine.cuda_device(0)->prepare(), CudaError);
+  EXPECT_TRUE(cuda_.heal());
+  const auto device = engine.cuda_device(1);
+  device->prepare();
+  PinnedBuffer buffer(kSegment);
+  buffer.pin(1);
+  const std::string bytes = random_bytes(random_, 3000);
+  std::byte* const memory = on_device(1, bytes);
+  // A launch and a mark, which CUDA takes for a stream of the current device alone.
+  device->copy_to_host({{buffer.data(), memory, 1000}, {buffer.data() + 1000, memory + 1000, 2000}})
+      ->wait();
+  EXPECT_EQ(bytes_at(buffer.data(), bytes.size()), bytes);
+}
+
+TEST_F(RegisterCudaTest, MemoryKnowsWhetherCudaIsAskedWhenItGoes) {
+  const auto arena = std::make_shared<Arena>(4 * kSegment);
+  const auto region = arena->allocate(kSegment, kPrivate);
+  EXPECT_FALSE(region->arena_uses_device());
+  arena->reserve(kSegment, kPrivate, kNoDevice, true);
+  EXPECT_FALSE(region->arena_uses_device());
+  for (const Arena::Range& range : arena->free_ranges(kPrivate)) {
+    EXPECT_TRUE(range.buffer->warm(range.offset, range.size, 1, [] { return true; }));
+  }
+  EXPECT_TRUE(region->arena_uses_device());
+  const auto other = std::make_shared<Arena>(kSegment);
+  EXPECT_TRUE(other->allocate(kSegment, kPrivate, 0)->arena_uses_device());
+  EXPECT_TRUE(cuda_.live_registrations() > 0);
+}
+
 class NumaTest : public testing::Test {
  protected:
   void write(const std::string& path, const std::string& text) {

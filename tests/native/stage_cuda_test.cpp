@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cuda_support.h"
+#include "device_copies.h"
 #include "error.h"
 #include "pack.h"
 #include "stage_job.h"
@@ -16,8 +17,8 @@ namespace {
 
 using namespace test;
 
-// What a job copies between two tickets.
-constexpr size_t kTicketBytes = 16 << 20;
+// What a job that copies little copies between two tickets.
+constexpr size_t kTicketBytes = ticket_bytes(0);
 
 class StageCudaTest : public CudaTest {
  protected:
@@ -330,6 +331,63 @@ TEST_F(StageCudaTest, TheProgramsThreadNeverWaitsForTheDevice) {
   EXPECT_EQ(cuda_.program_waits(), 0u);
   cuda_.release_all();
   job->wait();
+}
+
+// CUDA's driver takes about a thousand entries of a queue, and then makes the thread wait until the
+// device has done some. What the device waits for may be a thread that needs the engine.
+TEST_F(StageCudaTest, AFullQueueHoldsUpNobodyElse) {
+  constexpr size_t kSources = 100;
+  constexpr size_t kSize = 4096;
+  for (const bool guarded : {false, true}) {
+    cuda_.set_same_addresses(false);  // nothing is packed, so that each copy is an entry
+    Engine engine(small());
+    const auto device = engine.cuda_device(0);
+    const auto other = engine.cuda_device(1);
+    const cudaStream_t program = cuda_.make_stream(0);
+    const cudaStream_t elsewhere = cuda_.make_stream(1);
+    const std::string bytes = random_bytes(random_, kSources * kSize);
+    std::byte* const memory = on_device(0, bytes);
+    std::byte* const there = on_device(1, "there");
+    std::vector<StageSource> sources;
+    for (size_t i = 0; i < kSources; ++i) {
+      sources.push_back(source(device, memory + i * kSize, kSize, guarded));
+    }
+    std::promise<void> others_are_done;
+    cuda_.hold(program);
+    cuda_.enqueue(program, [&] { others_are_done.get_future().wait(); });
+    cuda_.set_depth(8);
+    auto saving = beside([&] {
+      const auto job = stage(&engine, sources, {{device, program}});
+      job->hold(device, program);
+      job->wait();
+      for (size_t i = 0; i < kSources; ++i) {
+        EXPECT_EQ(staged_bytes(*job, i), bytes.substr(i * kSize, kSize));
+      }
+    });
+    EXPECT_TRUE(cuda_.blocked(1));
+    cuda_.release(program);
+    EXPECT_TRUE(returns(
+        [&] {
+          EXPECT_GT(engine.arena().used_bytes(), 0u);
+          EXPECT_EQ(engine.cuda_device(0), device);
+          const auto job = stage(&engine, {source(other, there, 5, guarded)}, {{other, elsewhere}});
+          job->wait();
+          EXPECT_EQ(staged_bytes(*job, 0), "there");
+          others_are_done.set_value();
+        },
+        [&] { others_are_done.set_value(); }));
+    saving.get();
+    cuda_.set_depth(SIZE_MAX);
+  }
+}
+
+// Each is an entry, too.
+TEST(TicketBytesTest, OfALargeStateTicketsAreNotManyMore) {
+  EXPECT_EQ(ticket_bytes(1), uint64_t{16} << 20);
+  EXPECT_EQ(ticket_bytes(uint64_t{1} << 30), uint64_t{16} << 20);
+  for (const uint64_t total : {uint64_t{1} << 31, uint64_t{100} << 30, uint64_t{1} << 42}) {
+    EXPECT_EQ(total / ticket_bytes(total), 64u);
+  }
 }
 
 TEST_F(StageCudaTest, SeveralDevices) {

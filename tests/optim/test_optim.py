@@ -11,11 +11,12 @@ import pytest
 import torch
 from _optimizers import on_device, parameters, places, step
 from _simulated_cuda import CUDA, Simulation, simulated_cuda, values
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import optimizer as optimizer_module
 
 from pyckpt import optim
-from pyckpt.optim import learning
+from pyckpt.optim import clone, learning
 from pyckpt.optim import places as places_module
 
 
@@ -53,6 +54,49 @@ def test_a_fresh_optimizer_on_a_fake_gpu() -> None:
             "exp_avg_sq": optim.Placement("device", torch.bfloat16, gpu),
         }
         assert optimizer.state == {}
+
+
+def test_learning_asks_for_no_other_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the first fake tensor on a GPU, torch makes a real one: without an index, on the thread's
+    current GPU, which may be another rank's, and full."""
+    asked: list[torch.device] = []
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", asked.append)
+    gpu = torch.device("cuda", 3)
+    with FakeTensorMode():
+        params = [
+            torch.nn.Parameter(torch.empty(shape, device=gpu)) for shape in ((4, 3), (5, 5), (5, 5))
+        ]
+        optimizers = [torch.optim.Adam(params, capturable=True), torch.optim.NAdam(params)]
+        optimizers[0].param_groups[0]["lr"] = torch.empty((), device=gpu)
+        asked.clear()
+        for optimizer in optimizers:
+            native = optim.placement(optimizer)
+            assert native[params[0]]["exp_avg"].device == gpu
+    assert set(asked) == {gpu}
+    asked.clear()
+    spec = clone.Spec.of(params[0])
+    group = optimizers[1].param_groups[0]
+    assert learning.reads_of(optimizers[1], group, spec, ("step",), torch.device("cuda", 1))
+    assert set(asked) == {gpu}
+    asked.clear()
+    # Parameters on the host whose state is to go to a GPU, or is on one.
+    adam = torch.optim.Adam([torch.nn.Parameter(torch.zeros(7))])
+    resolver = places_module.Resolver(adam, device=torch.device("cuda", 2))
+    assert resolver.learned(0, adam.param_groups[0]["params"][0])
+    assert set(asked) == {torch.device("cuda", 2)}
+    asked.clear()
+    spec = clone.Spec.of(torch.zeros(7, requires_grad=True))
+    group = adam.param_groups[0]
+    learning.reads_of(adam, group, spec, ("step",), torch.device("cuda", 1))
+    assert set(asked) == {torch.device("cuda", 1)}
+
+
+def test_what_was_learned_is_for_all_devices_of_a_type() -> None:
+    with FakeTensorMode():
+        specs = [clone.Spec.of(torch.empty(3, device=f"cuda:{index}")) for index in range(2)]
+    assert specs[0] == specs[1]
+    assert len(set(specs)) == 1
+    assert specs[1].device == torch.device("cuda", 1)
 
 
 def test_learning_touches_nothing(simulation: Simulation) -> None:
