@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -215,9 +216,165 @@ def test_no_state_goes_where_shared_memory_has_no_room(
     monkeypatch.setattr(common, "shared_memory_free", lambda: 1000)
     report = gpu.SectionReport("gpu", {}, {})
     setting = gpu.Setting(report, tmp_path, torch.device("cpu"), gpu.SMOKE, deadline=0.0)
-    assert setting.shared_memory_for(700, "it")
-    assert not setting.shared_memory_for(900, "it")
-    assert "it: without shared memory" in report.notes[0]
+    assert setting.shared_memory_for(700, 1, "it")
+    assert not setting.shared_memory_for(900, 1, "it")
+    assert "it: without shared memory: /dev/shm has" in report.notes[0]
+    monkeypatch.setattr(common, "files_at_most", lambda: 1024)
+    assert setting.shared_memory_for(700, 300, "it")
+    assert not setting.shared_memory_for(700, 500, "it")
+    assert "may have 1,024 files" in report.notes[1]
+
+
+def test_the_benchmark_may_have_as_many_files_as_it_is_allowed(gpu: Any) -> None:
+    import resource
+
+    common = importlib.import_module("_gpu_common")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(300, before[1]), before[1]))
+        assert common.files_at_most() <= 300
+        gpu.allow_many_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.fixture
+def setting(gpu: Any, tmp_path: Path) -> Any:
+    """Of a walk on the CPU, with time enough."""
+    report = gpu.SectionReport("gpu", {}, {}, output=tmp_path / "gpu.json")
+    device, end = torch.device("cpu"), time.monotonic() + 600
+    return gpu.Setting(report, tmp_path, device, gpu.SMOKE, end, traces=report.traces)
+
+
+def test_a_stager_that_fails_takes_nothing_of_ours(
+    gpu: Any, setting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours has its figures and targets in the file before any other's is made."""
+    speed = importlib.import_module("_gpu_speed")
+
+    class Fails:
+        def __init__(self, options: Any) -> None:
+            content = json.loads(setting.report.output.read_text())
+            assert set(content["results"]["staging small"]) == {speed.BARE, speed.OURS}
+            assert content["targets"]
+            self.closed = False
+
+        def stage(self, state: Any) -> Any:
+            raise OSError("[Errno 24] Too many open files")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(speed, "DefaultStagers", Fails)
+    monkeypatch.setitem(gpu.SECTIONS, "staging-small", speed.measure_staging_small)
+    assert gpu.run_section("staging-small", setting) == "passed"
+    assert sum("Too many open files" in note for note in setting.report.notes) == 2
+    assert "staging small" in setting.report.results
+
+
+def test_a_saver_that_fails_is_a_note_and_the_next_one_has_its_turn(
+    setting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = importlib.import_module("_gpu_common")
+    made: list[str] = []
+    monkeypatch.setattr(setting, "rival", lambda: made.append("rival"))
+    seen: list[str] = []
+
+    def measure(peer: Any) -> None:
+        seen.append(peer.name)
+        if len(seen) == 1:
+            raise ValueError("not here")
+
+    setting.beside(100, 2, "training", 1.0, measure)
+    assert seen == [common.StockDefaultStager.name, common.Stock.name]
+    assert made == ["rival"]
+    assert any("ValueError: not here" in note for note in setting.report.notes)
+    # Without time none is made, nor are its processes.
+    setting.beside(100, 2, "training", 1e6, measure)
+    assert len(made) == 1
+    assert len(seen) == 2
+
+
+def test_what_the_guard_has_no_time_for_is_no_pass(gpu: Any, setting: Any) -> None:
+    correctness = importlib.import_module("_gpu_correctness")
+    setting.deadline = time.monotonic() + correctness._COMPILER_S - 1  # for the others
+    assert gpu.run_section("guard", setting) == "incomplete"
+    without = [target.name for target in setting.report.targets if target.value is None]
+    assert without == [
+        f"step guard, {name}: checkpoints with wrong bytes"
+        for name in ("compiled", "compiled step")
+    ]
+    assert len(setting.report.targets) == len(correctness.CASES)
+
+
+def test_a_case_of_the_guard_that_raises_does_not_stop_the_others(
+    gpu: Any, setting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    correctness = importlib.import_module("_gpu_correctness")
+
+    def refused(setting: Any) -> Any:
+        raise RuntimeError("not here")
+
+    monkeypatch.setattr(correctness, "CASES", (refused, correctness.plain))
+    assert gpu.run_section("guard", setting) == "failed"
+    assert [target.value for target in setting.report.targets] == [None, 0]
+
+
+def test_the_exit_codes_of_what_is_incomplete_agree(steps: Any, gpu: Any) -> None:
+    assert gpu.INCOMPLETE == steps.INCOMPLETE
+
+
+def test_noise_is_how_much_windows_without_a_save_differ(gpu: Any) -> None:
+    training = importlib.import_module("_gpu_training")
+    steady = training.Windows([[1.0] * 8, [1.0] * 8])
+    assert steady.noise(30) == 0
+    # Chunks of 4 steps take 4 and 5: of 4.5, 30 steps differ by 30 / 4.5.
+    assert training.Windows([[1.0] * 8, [1.25] * 8]).noise(30) == pytest.approx(30 / 4.5)
+    assert training.Windows([[1.0] * 8, [1.25] * 8]).idle_step() == pytest.approx(1.125)
+
+
+def test_waits_are_those_of_the_thread_that_synchronised_first(gpu: Any) -> None:
+    waits_of_first_thread = importlib.import_module("_gpu_training").waits_of_first_thread
+
+    def call(at: float, thread: int, name: str, category: str = "cuda_runtime") -> dict[str, Any]:
+        return {"ts": at, "tid": thread, "name": name, "cat": category}
+
+    events = [
+        {"name": "process_name"},
+        call(5, 8, "cudaStreamSynchronize"),
+        call(1, 7, "cudaDeviceSynchronize"),
+        call(2, 8, "cudaDeviceSynchronize"),
+        call(3, 7, "cudaEventSynchronize"),
+        call(4, 7, "cudaMemcpyAsync"),
+        call(6, 7, "cuStreamSynchronize", "cuda_driver"),
+        call(7, 7, "cudaStreamSynchronize", "cpu_op"),
+    ]
+    found = waits_of_first_thread(events)
+    assert found == {
+        "cudaDeviceSynchronize": 1,
+        "cudaEventSynchronize": 1,
+        "cuStreamSynchronize": 1,
+    }
+    # Where the machine lets nobody trace, that is no zero.
+    assert waits_of_first_thread([call(7, 7, "aten::add", "cpu_op")]) is None
+
+
+def test_each_variant_restores_as_its_name_says(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them is a fresh optimizer under another name."""
+    resume = importlib.import_module("resume_syncs")
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    before = torch.optim.Adam([parameter])
+    before.step()
+    report = gpu.SectionReport("gpu", {}, {})
+    for variant in resume.available(report):
+        optimizer = torch.optim.Adam([parameter])
+        resume.restore(variant, optimizer, before.state_dict(), torch.device("cpu"))
+        assert bool(optimizer.state) == (variant != resume.FRESH)
+    monkeypatch.setattr(resume, "version_of", lambda package: None)
+    assert resume.LIGHTNING not in resume.available(report)
+    assert "not installed" in report.notes[-1]
 
 
 @pytest.mark.slow
@@ -226,6 +383,9 @@ def test_plots_are_made_of_the_files(gpu: Any, tmp_path: Path) -> None:
     for name, traces in (("training", {"pyckpt": {"before": [1.0, 2.0]}}), ("staging-large", {})):
         report = gpu.SectionReport(f"gpu-{name}", {}, {}, traces=traces)
         report.add("staging large", {v: [{"seconds": 1.0}] for v in ("bare pinned copy", "pyckpt")})
+        report.add(
+            "staging large beside it", {v: [{"seconds": 1.0}] for v in ("bare pinned copy", "it")}
+        )
         report.write(tmp_path / f"gpu-{name}.json")
     done = run(sys.executable, ROOT / "benchmarks" / "gpu.py", "--plots", *("--results", tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
