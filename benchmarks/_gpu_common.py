@@ -125,7 +125,10 @@ def shared_memory_free() -> int:
 
 def files_at_most() -> int:
     """How many a process may have open and mapped."""
-    mappings = int(Path("/proc/sys/vm/max_map_count").read_text())
+    try:
+        mappings = int(Path("/proc/sys/vm/max_map_count").read_text())
+    except OSError:  # a sandbox's kernel may not say
+        mappings = 65530
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return mappings if files == resource.RLIM_INFINITY else min(files, mappings)
 

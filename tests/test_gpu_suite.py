@@ -296,6 +296,18 @@ def test_a_saver_that_fails_is_a_note_and_the_next_one_has_its_turn(
     assert len(seen) == 2
 
 
+def test_training_has_ours_where_there_is_time_for_nothing_else(setting: Any) -> None:
+    training = importlib.import_module("_gpu_training")
+    setting.deadline = 0.0
+    training.measure_training(setting)
+    assert set(setting.report.results["training"]) == {training.OURS}
+    assert all(target.value is not None for target in setting.report.targets)
+    noise = setting.report.results["training, noise"]
+    assert all(spreads["noise_steps"].median >= 0 for spreads in noise.values())
+    left_out = [note for note in setting.report.notes if note.startswith("left out for want")]
+    assert sum("training by" in note for note in left_out) == 4  # ours once more, and three peers
+
+
 def test_what_the_guard_has_no_time_for_is_no_pass(gpu: Any, setting: Any) -> None:
     correctness = importlib.import_module("_gpu_correctness")
     setting.deadline = time.monotonic() + correctness._COMPILER_S - 1  # for the others
