@@ -340,6 +340,8 @@ def measure_syncs(setting: Setting) -> None:
     """What makes the training thread wait, in as many steps with a save as without. A small model:
     operators are slow while they are watched, and the number does not depend on size."""
     report, scale = setting.report, setting.scale
+    _measure_busy_stream(setting)
+    setting.empty_cache()
     small = dataclasses.replace(
         scale,
         layers=min(scale.layers, 4),
@@ -368,7 +370,6 @@ def measure_syncs(setting: Setting) -> None:
         report.median(_SYNCS, OURS, "returned_early"),
         at_least=1,
     )
-    _measure_busy_stream(setting)
     setting.beside(size, tensors, _SYNCS, 10, lambda peer: _count_waits(setting, training, peer))
     report.table(
         "Synchronisations of the training thread, a save",
@@ -427,19 +428,8 @@ def _count_waits(
         for kind, stack in counts.stacks.items():
             report.note(f"a {kind} of {saver.name}: {stack[-1] if stack else 'no stack'}")
 
-    plain = _traced_waits(setting, without_save)
-    saves: list[Pending] = []
-    traced = _traced_waits(setting, lambda: saves.append(with_save()))
-    finish(saves.pop())
     # It may hold the copies, and to free them is no part of the next call.
     del pending
-    if plain is not None and traced is not None:
-        sample["cuda_waits"] = traced.total() - plain.total()
-        for name, number in (traced - plain).items():
-            report.note(f"{saver.name}: {name} of the training thread in a save: {number}")
-    elif setting.cuda:
-        report.note(f"{saver.name}: the trace has no calls of CUDA")
-
     setting.synchronize()
     busy = setting.busy(_BUSY_MS)
     start = time.perf_counter()
@@ -447,6 +437,20 @@ def _count_waits(
     sample["busy_call_seconds"] = time.perf_counter() - start
     sample["returned_early"] = float(busy.goes_on())
     finish(pending)
+    report.add(_SYNCS, {saver.name: [sample]})
+
+    # Last, since not every machine lets its users trace.
+    plain = _traced_waits(setting, without_save)
+    saves: list[Pending] = []
+    traced = _traced_waits(setting, lambda: saves.append(with_save()))
+    finish(saves.pop())
+    if plain is not None and traced is not None:
+        sample["cuda_waits"] = traced.total() - plain.total()
+        for name, number in (traced - plain).items():
+            report.note(f"{saver.name}: {name} of the training thread in a save: {number}")
+    elif setting.cuda:
+        report.note(f"{saver.name}: the trace has no calls of CUDA")
+
     report.add(_SYNCS, {saver.name: [sample]})
 
 
