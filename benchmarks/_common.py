@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import importlib.util
 import json
@@ -201,6 +202,8 @@ class Variant:
     """Raises WrongBytes unless ``run`` did it right. Called once, outside of the timing."""
     clean: Callable[[], None] = lambda: None
     """Removes what ``run`` left."""
+    peer: bool = False
+    """Whether it is another's, without which the rest is measured all the same."""
 
 
 def interleave(
@@ -213,32 +216,53 @@ def interleave(
     quiet: bool = False,
     deadline: float = math.inf,
     after_round: Callable[[dict[str, list[Sample]]], None] = lambda samples: None,
+    peer_failed: Callable[[str, Exception], None] | None = None,
 ) -> dict[str, list[Sample]]:
     """Run each variant once for its check, then all of them in every round, in an order that is
     rotated by one from round to round. ``before`` is called before each run. ``after_round`` is
     given what there is so far. There is one round in any case, and no further one that would last
-    beyond the ``deadline`` (of ``time.monotonic``)."""
+    beyond the ``deadline`` (of ``time.monotonic``). ``peer_failed`` is told of a peer that raised,
+    which is left out from there on; without it, the exception ends all."""
     samples: dict[str, list[Sample]] = {variant.name: [] for variant in variants}
     console.print(f"[bold]{title}[/]")
-    for variant in variants:
+    failed: set[str] = set()
+
+    def attempt(variant: Variant, action: Callable[[], None]) -> None:
+        if variant.name in failed:
+            return
+        try:
+            action()
+        except Exception as error:
+            if peer_failed is None or not variant.peer:
+                raise
+            failed.add(variant.name)
+            peer_failed(variant.name, error)
+
+    def try_it(variant: Variant) -> None:
         before()
         variant.run()
         variant.check()
         variant.clean()
+
+    def measure(variant: Variant) -> None:
+        before()
+        start, cpu_start = time.perf_counter(), _cpu_seconds()
+        sample = variant.run()
+        sample["cpu_seconds"] = _cpu_seconds() - cpu_start
+        sample.setdefault("seconds", time.perf_counter() - start)
+        samples[variant.name].append(sample)
+        variant.clean()
+
+    for variant in variants:
+        attempt(variant, functools.partial(try_it, variant))
     for number in range(rounds):
         round_start = time.monotonic()
         at = number % len(variants)
         for variant in [*variants[at:], *variants[:at]]:
-            before()
-            start, cpu_start = time.perf_counter(), _cpu_seconds()
-            sample = variant.run()
-            sample["cpu_seconds"] = _cpu_seconds() - cpu_start
-            sample.setdefault("seconds", time.perf_counter() - start)
-            samples[variant.name].append(sample)
-            variant.clean()
+            attempt(variant, functools.partial(measure, variant))
         if not quiet:
             console.print(f"  round {number + 1} of {rounds}", style="dim")
-        after_round(samples)
+        after_round({name: taken for name, taken in samples.items() if taken})
         now = time.monotonic()
         if number + 1 < rounds and now + (now - round_start) > deadline:
             console.print(f"  no time for more than {number + 1} of {rounds} rounds")

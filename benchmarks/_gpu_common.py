@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import MIB, Report, Sample, State, Variant, WrongBytes, interleave
+from _common import MIB, Report, Sample, State, Variant, WrongBytes, interleave, remove
 from _savers import Saver, Stock, StockDefaultStager, TorchCheckpointing
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,6 +21,8 @@ GIB = 1 << 30
 
 OURS = "pyckpt"
 BARE = "bare pinned copy"
+BESIDE = " beside "
+"""Between the name of a group and that of the peer that was measured beside the bare copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +45,17 @@ class Scale:
     vocabulary: int
     context: int
     batch: int
+    micro_batches: int
+    """Of a step. Together they must take longer than the copies of the state, as in training of
+    such a model: the next change of the state waits for these."""
     steps: int
-    """Before and after a save."""
+    """Between one save and the next."""
     parameters: int
     """Of the optimizer with many."""
+    busy_tensors: int = 3000
+    """More than a stream takes operations that wait, in memory of three quarters of
+    ``staging_bytes`` at most."""
+    busy_tensor_bytes: int = 4 * MIB
 
 
 SMOKE = Scale(
@@ -64,8 +74,11 @@ SMOKE = Scale(
     vocabulary=64,
     context=16,
     batch=2,
+    micro_batches=2,
     steps=2,
     parameters=5,
+    busy_tensors=20,
+    busy_tensor_bytes=1000,
 )
 
 
@@ -84,7 +97,7 @@ def scale_of(device: torch.device) -> Scale:
     return Scale(
         staging_bytes=staging // MIB * MIB,
         small_tensors=20_000,
-        storage_bytes=min(4 * GIB, staging),
+        storage_bytes=min(3 * GIB, staging),
         offload_bytes=min(4 * GIB, staging),
         attempt_bytes=min(GIB, staging),
         attempts=5,
@@ -95,8 +108,10 @@ def scale_of(device: torch.device) -> Scale:
         vocabulary=50304,
         context=1024,
         batch=4,
-        steps=20,
-        parameters=500,
+        # 17 GB at 50 GB/s are 0.34 s, and 4,096 tokens of that model some 0.1 s.
+        micro_batches=6,
+        steps=8,
+        parameters=300,
     )
 
 
@@ -106,6 +121,16 @@ def shared_memory_free() -> int:
     except OSError:
         return 0
     return found.f_bavail * found.f_frsize
+
+
+def files_at_most() -> int:
+    """How many a process may have open and mapped."""
+    try:
+        mappings = int(Path("/proc/sys/vm/max_map_count").read_text())
+    except OSError:  # a sandbox's kernel may not say
+        mappings = 65530
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return mappings if files == resource.RLIM_INFINITY else min(files, mappings)
 
 
 def available_memory() -> int:
@@ -143,6 +168,14 @@ class Setting:
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
+    def synchronize_stream(self) -> None:
+        """Wait for what the program computes, and not for copies on other streams."""
+        if self.cuda:
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def busy(self, milliseconds: float) -> BusyStream:
+        return BusyStream(self, milliseconds)
+
     def side_stream(self) -> AbstractContextManager[Any]:
         """A stream of its own, ordered behind the current one; the current one is ordered behind it
         at the end."""
@@ -174,8 +207,10 @@ class Setting:
         rounds: int,
         before: Callable[[], None],
         quiet: bool = True,
+        spare: float = 0.0,
     ) -> None:
-        """`interleave` into the report: what there is after each round, until time is up."""
+        """`interleave` into the report: what there is after each round, until no more than
+        ``spare`` seconds are left."""
         interleave(
             variants,
             rounds,
@@ -183,9 +218,17 @@ class Setting:
             console=self.report.console,
             title=title,
             quiet=quiet,
-            deadline=self.deadline,
+            deadline=self.deadline - spare,
             after_round=lambda samples: self.report.add(group, samples),
+            peer_failed=self.note_failure,
         )
+
+    def note_failure(self, who: str, error: BaseException) -> None:
+        """Of a peer: it says nothing of ours."""
+        lines = str(error).strip().splitlines() or [""]
+        text = f"{who} failed, and was left out from there: {type(error).__name__}: {lines[0]}"
+        # Brackets of an exception are no markup.
+        self.report.note(text.replace("[", "("))
 
     def rival(self) -> TorchCheckpointing | None:
         """torch_checkpointing, where it is installed and can save here."""
@@ -198,39 +241,94 @@ class Setting:
                 self.report.note(f"left out: {reason}")
         return self._rival
 
-    def shared_memory_for(self, nbytes: int, who: str) -> bool:
-        """Whether /dev/shm has room for a copy of so many bytes. To write beyond its end is death
-        by SIGBUS."""
-        free = shared_memory_free()
-        if nbytes * 5 // 4 < free:
+    def shared_memory_for(self, nbytes: int, tensors: int, who: str) -> bool:
+        """Whether /dev/shm has room for a copy of so many bytes, and this process for as many
+        mapped files as tensors. To write beyond the end of /dev/shm is death by SIGBUS."""
+        free, files = shared_memory_free(), files_at_most()
+        if nbytes * 5 // 4 >= free:
+            why = f"/dev/shm has {free / 1e9:.1f} GB free for a state of {nbytes / 1e9:.1f} GB"
+        # A copy may be there twice: the last one, and the next.
+        elif tensors * 22 // 10 + 200 >= files:
+            why = f"a process may have {files:,} files, and each of {tensors:,} tensors takes one"
+        else:
             return True
-        self.report.note(
-            f"{who}: without shared memory: /dev/shm has {free / 1e9:.1f} GB free for a state of "
-            f"{nbytes / 1e9:.1f} GB"
-        )
+        self.report.note(f"{who}: without shared memory: {why}")
         return False
 
-    def peers(self, nbytes: int) -> list[Saver]:
-        """Others, with all that this device offers for a state of so many bytes. Who calls gives
-        them to `close_peers`."""
-        stagers = StockDefaultStager(
-            cuda=self.cuda, shared_memory=self.shared_memory_for(nbytes, StockDefaultStager.name)
-        )
-        peers: list[Saver] = [Stock(), stagers]
-        rival = self.rival()
-        # It saves from another process, and so from shared memory alone.
-        if rival is not None and self.shared_memory_for(2 * nbytes, rival.name):
-            peers.append(rival)
-        return peers
+    def beside(
+        self,
+        nbytes: int,
+        tensors: int,
+        what: str,
+        seconds: float,
+        measure: Callable[[Saver], None],
+    ) -> None:
+        """Measure each peer, with all that this device offers for a state of so many bytes and
+        tensors: made when its turn comes, if ``seconds`` are left, and closed after it. What it
+        raises is noted."""
+        for name, make in self._peers(nbytes, tensors):
+            if not self.time_for(seconds, f"{what} by {name}"):
+                continue
+            peer: Saver | None = None
+            try:
+                peer = make()
+                if peer is not None:
+                    measure(peer)
+            except Exception as error:
+                self.note_failure(f"{what}: {name}", error)
+            finally:
+                try:
+                    if peer is not None and peer is not self._rival:
+                        peer.close()
+                    remove(self.path)
+                except Exception as error:
+                    self.note_failure(f"{what}: {name}, at its end", error)
 
-    def close_peers(self, peers: list[Saver]) -> None:
-        for peer in peers:
-            if peer is not self._rival:
-                peer.close()
+    def _peers(self, nbytes: int, tensors: int) -> list[tuple[str, Callable[[], Saver | None]]]:
+        def default() -> Saver:
+            shared = self.shared_memory_for(nbytes, tensors, StockDefaultStager.name)
+            return StockDefaultStager(cuda=self.cuda, shared_memory=shared)
+
+        def rival() -> Saver | None:
+            # It saves from another process, and so from shared memory alone.
+            if not self.shared_memory_for(2 * nbytes, tensors, TorchCheckpointing.name):
+                return None
+            return self.rival()
+
+        # The one that most programs use comes last: it is known best.
+        return [
+            (StockDefaultStager.name, default),
+            (TorchCheckpointing.name, rival),
+            (Stock.name, Stock),
+        ]
 
     def close(self) -> None:
         if self._rival is not None:
             self._rival.close()
+
+
+class BusyStream:
+    """Keeps the current stream busy, from now on for about so long. A walk without a GPU has none:
+    it always goes on."""
+
+    def __init__(self, setting: Setting, milliseconds: float) -> None:
+        self._events: list[Any] = []
+        if setting.cuda:
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            self._events[0].record()
+            setting.sleep(milliseconds)
+            self._events[1].record()
+
+    def goes_on(self) -> bool:
+        return not self._events or not self._events[1].query()
+
+    def seconds(self) -> float:
+        """How long that was. Waits for it."""
+        if not self._events:
+            return 0.0
+        begin, end = self._events
+        end.synchronize()
+        return float(begin.elapsed_time(end) / 1e3)
 
 
 @contextmanager
@@ -346,7 +444,7 @@ class Training:
 
 
 def gpt_training(setting: Setting, scale: Scale) -> Training:
-    """A GPT, AdamW, and a batch that stays the same; bfloat16 by autocast."""
+    """A GPT, AdamW, and a batch that stays the same, by micro-batches; bfloat16 by autocast."""
     torch.manual_seed(6)
     with setting.device:
         model = GPT(scale)
@@ -355,12 +453,14 @@ def gpt_training(setting: Setting, scale: Scale) -> Training:
 
     def compute() -> Tensor:
         optimizer.zero_grad()
-        with torch.autocast(setting.device.type, torch.bfloat16):
-            logits = model(batch[:, :-1])
-        loss = functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
+        for _ in range(scale.micro_batches):
+            with torch.autocast(setting.device.type, torch.bfloat16):
+                logits = model(batch[:, :-1])
+            loss = functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+            (loss / scale.micro_batches).backward()  # type: ignore[no-untyped-call]
         return loss
 
     compute()
     optimizer.step()
-    return Training(model, optimizer, compute, scale.batch * scale.context)
+    tokens = scale.batch * scale.context * scale.micro_batches
+    return Training(model, optimizer, compute, tokens)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from _gpu_common import BARE, OURS
+from _gpu_common import BARE, BESIDE, OURS
 
 
 def draw(results: Path) -> Iterator[Path]:
@@ -18,14 +17,16 @@ def draw(results: Path) -> Iterator[Path]:
     found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("gpu-*.json"))}
     if steps := found.get("gpu-training", {}).get("step_milliseconds"):
         yield _draw_steps(steps, results / "gpu-steps.png")
-    groups = {
-        group: variants
-        for content in found.values()
-        for group, variants in content.get("results", {}).items()
-        if group.startswith("staging") and BARE in variants
-    }
-    if groups:
-        yield _draw_staging(groups, results / "gpu-staging.png")
+    speeds: dict[str, dict[str, float]] = {}
+    for content in found.values():
+        for group, variants in content.get("results", {}).items():
+            if group.startswith("staging") and BARE in variants:
+                bare = variants[BARE]["seconds"]["median"]
+                of_group = speeds.setdefault(group.partition(BESIDE)[0], {})
+                # Each over the bare copy that was measured in turn with it.
+                of_group |= {v: bare / m["seconds"]["median"] for v, m in variants.items()}
+    if speeds:
+        yield _draw_staging(speeds, results / "gpu-staging.png")
 
 
 def _draw_steps(traces: dict[str, dict[str, list[float]]], path: Path) -> Path:
@@ -48,17 +49,15 @@ def _draw_steps(traces: dict[str, dict[str, list[float]]], path: Path) -> Path:
     return path
 
 
-def _draw_staging(groups: dict[str, dict[str, Any]], path: Path) -> Path:
+def _draw_staging(groups: dict[str, dict[str, float]], path: Path) -> Path:
     from matplotlib import pyplot
 
     figure, all_axes = pyplot.subplots(
         1, len(groups), figsize=(4.5 * len(groups), 3.2), squeeze=False
     )
-    for (group, variants), axes in zip(groups.items(), all_axes[0], strict=True):
-        bare = variants[BARE]["seconds"]["median"]
-        speeds = [bare / metrics["seconds"]["median"] for metrics in variants.values()]
-        colors = ["tab:orange" if name == OURS else "tab:blue" for name in variants]
-        axes.barh(list(variants), speeds, color=colors)
+    for (group, speeds), axes in zip(groups.items(), all_axes[0], strict=True):
+        colors = ["tab:orange" if name == OURS else "tab:blue" for name in speeds]
+        axes.barh(list(speeds), list(speeds.values()), color=colors)
         axes.set(title=group, xlabel="speed over the bare copy's")
         axes.invert_yaxis()
     figure.tight_layout()

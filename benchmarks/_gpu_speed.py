@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import mmap
 import os
 import time
@@ -25,7 +26,15 @@ from _common import (
     set_zero,
     zeros_like,
 )
-from _gpu_common import BARE, OURS, Setting, must_equal_on_device, tensors_of, timed_on_device
+from _gpu_common import (
+    BARE,
+    BESIDE,
+    OURS,
+    Setting,
+    must_equal_on_device,
+    tensors_of,
+    timed_on_device,
+)
 from _savers import DefaultStagers, stagers_serve_once
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import StagingOptions
@@ -78,53 +87,41 @@ def measure_staging_many(setting: Setting) -> None:
 
 
 def _measure_staging_of(setting: Setting, staging: Staging, rounds: int) -> None:
-    report, count, group = setting.report, staging.count, f"staging {staging.name}"
-    state = tensors_of(setting, count, staging.size)
-    total = nbytes(state)
-    variants = [_bare_variant(setting, total)]
-    engine = pyckpt.Engine(max_pinned_bytes=total + count * 4096 + 256 * MIB)
-    stager = pyckpt.PinnedStager(engine=engine)
-    _measure_registration(setting, group, state, stager)
-    variants.append(_staging_variant(setting, OURS, state, stager.stage))
-    pinned = StagingOptions(
-        use_pinned_memory=setting.cuda,
-        use_shared_memory=setting.shared_memory_for(total, DEFAULT_ALL),
-        use_async_staging=True,
-        use_non_blocking_copy=setting.cuda,
-    )
-    peers: list[tuple[str, Any]] = [
-        (DEFAULT, DefaultStagers(StagingOptions(False, False, False, False))),
-        (DEFAULT_ALL, DefaultStagers(pinned)),
-    ]
-    if stagers_serve_once():
-        report.note(
-            f"DefaultStager of torch {torch.__version__} serves one save: each has another, which "
-            f"takes its memory anew"
-        )
-    if setting.rival() is not None and setting.shared_memory_for(2 * total, RIVAL):
-        from torch_checkpointing.staging import CheckpointStagerConfig
-        from torch_checkpointing.staging import DefaultStager as RivalStager
+    """Ours beside the bare copy, to the end; then each peer, beside the bare copy again."""
+    group, rounds = f"staging {staging.name}", min(rounds, setting.scale.rounds)
+    state = tensors_of(setting, staging.count, staging.size)
+    bare = _bare_variant(setting, nbytes(state))
+    _measure_ours(setting, staging, state, bare, group, rounds)
+    _measure_peers(setting, staging, state, bare, group)
+    _measure_cold(setting, staging, state, group)
 
-        peers.append((RIVAL, RivalStager(CheckpointStagerConfig())))
-    variants += [_staging_variant(setting, name, state, peer.stage) for name, peer in peers]
-    try:
-        setting.measure(
-            group,
-            variants,
-            rounds=min(rounds, setting.scale.rounds),
-            before=setting.synchronize,
-            title=f"{group}: {count:,} tensors, {total / 1e9:.2f} GB",
-        )
-    finally:
-        for _, peer in peers:
-            peer.close()
-        stager.close()
-        engine.close()
-    report.table(
-        f"Staging, {group}",
-        group,
-        {"seconds": gigabytes_per_second(total), "blocked_seconds": ("blocked ms", _milliseconds)},
-    )
+
+def _engine_for(staging: Staging, state: State) -> pyckpt.Engine:
+    return pyckpt.Engine(max_pinned_bytes=nbytes(state) + staging.count * 4096 + 256 * MIB)
+
+
+def _measure_ours(
+    setting: Setting, staging: Staging, state: State, bare: Variant, group: str, rounds: int
+) -> None:
+    report, total = setting.report, nbytes(state)
+    with _engine_for(staging, state) as engine:
+        stager = pyckpt.PinnedStager(engine=engine)
+        try:
+            for name, action in (
+                ("prewarm", lambda: stager.prewarm(state)),
+                ("first, after prewarm", lambda: stager.stage(state).result()),
+            ):
+                report.add(f"{group}, memory", {name: [timed_on_device(setting, action)]})
+            setting.measure(
+                group,
+                [bare, _staging_variant(setting, OURS, state, stager.stage)],
+                rounds=rounds,
+                before=setting.synchronize,
+                title=f"{group}: {staging.count:,} tensors, {total / 1e9:.2f} GB",
+            )
+        finally:
+            stager.close()
+    _show_staging(setting, group, total)
     if staging.at_least is not None:
         report.target(
             f"{group}: GB/s over that of the {BARE}",
@@ -142,10 +139,92 @@ def _measure_staging_of(setting: Setting, staging: Staging, rounds: int) -> None
     blocked = report.median(group, OURS, "blocked_seconds")
     report.target(
         f"{group}: blocked, a tensor",
-        None if blocked is None else blocked * 1e6 / max(1000, count),
+        None if blocked is None else blocked * 1e6 / max(1000, staging.count),
         at_most=1.5,
         unit="us",
     )
+
+
+def _measure_peers(
+    setting: Setting, staging: Staging, state: State, bare: Variant, group: str
+) -> None:
+    """One peer at a time, whose memory goes before the next one's is taken."""
+    report, total = setting.report, nbytes(state)
+    if stagers_serve_once():
+        report.note(
+            f"DefaultStager of torch {torch.__version__} serves one save: each has another, which "
+            f"takes its memory anew. The last one's goes outside of the timing"
+        )
+    # Pageable or newly registered memory takes 2 GB/s, and Python its time for each tensor; it is
+    # run for its check, and once more.
+    estimate = 2 * (total / 2e9 + staging.count * 1e-4)
+    for name, make in _stagers(setting, staging, total):
+        if not setting.time_for(estimate, f"{group} by {name}"):
+            continue
+        peer: Any = None
+        beside = f"{group}{BESIDE}{name}"
+        try:
+            peer = make()
+            if peer is None:
+                continue
+            let_go = getattr(peer, "let_go", lambda: None)
+            variant = _staging_variant(setting, name, state, peer.stage, let_go, peer=True)
+            setting.measure(
+                beside,
+                [bare, variant],
+                rounds=min(2, setting.scale.rounds),
+                before=setting.synchronize,
+                title=f"{group}: {name}",
+            )
+            _show_staging(setting, beside, total)
+        except Exception as error:
+            setting.note_failure(f"{group}: {name}", error)
+        finally:
+            if peer is not None:
+                peer.close()
+
+
+def _stagers(setting: Setting, staging: Staging, total: int) -> list[tuple[str, Callable[[], Any]]]:
+    def default_all() -> Any:
+        return DefaultStagers(
+            StagingOptions(
+                use_pinned_memory=setting.cuda,
+                use_shared_memory=setting.shared_memory_for(total, staging.count, DEFAULT_ALL),
+                use_async_staging=True,
+                use_non_blocking_copy=setting.cuda,
+            )
+        )
+
+    def rival() -> Any:
+        # Its stager alone: no process of it is started, nor needed.
+        if not setting.cuda or importlib.util.find_spec("torch_checkpointing") is None:
+            setting.report.note(f"left out: {RIVAL}: not installed, or no GPU")
+            return None
+        if not setting.shared_memory_for(2 * total, staging.count, RIVAL):
+            return None
+        from torch_checkpointing.staging import CheckpointStagerConfig
+        from torch_checkpointing.staging import DefaultStager as RivalStager
+
+        return RivalStager(CheckpointStagerConfig())
+
+    return [
+        (DEFAULT_ALL, default_all),
+        (RIVAL, rival),
+        (DEFAULT, lambda: DefaultStagers(StagingOptions(False, False, False, False))),
+    ]
+
+
+def _show_staging(setting: Setting, group: str, total: int) -> None:
+    # A peer that failed may have left nothing to show.
+    if group in setting.report.results:
+        setting.report.table(
+            f"Staging, {group}",
+            group,
+            {
+                "seconds": gigabytes_per_second(total),
+                "blocked_seconds": ("blocked ms", _milliseconds),
+            },
+        )
 
 
 def _bare_variant(setting: Setting, total: int) -> Variant:
@@ -159,13 +238,18 @@ def _bare_variant(setting: Setting, total: int) -> Variant:
 
 
 def _staging_variant(
-    setting: Setting, name: str, state: State, stage: Callable[[State], Any]
+    setting: Setting,
+    name: str,
+    state: State,
+    stage: Callable[[State], Any],
+    let_go: Callable[[], None] = lambda: None,
+    *,
+    peer: bool = False,
 ) -> Variant:
     # The copies are let go of before the next are made, as after a save.
     copies: list[Any] = []
 
     def run() -> Sample:
-        copies.clear()
         setting.synchronize()
         start = time.perf_counter()
         result = stage(state)
@@ -179,26 +263,22 @@ def _staging_variant(
     def check() -> None:
         must_equal_on_device(copies[0], state, name)
 
-    return Variant(name, run=run, check=check, clean=copies.clear)
+    def clean() -> None:
+        copies.clear()
+        let_go()
+
+    return Variant(name, run=run, check=check, clean=clean, peer=peer)
 
 
-def _measure_registration(
-    setting: Setting, group: str, state: State, stager: pyckpt.PinnedStager
-) -> None:
-    """What prewarm takes, and the first save with and without it."""
-    budget = stager.engine.max_pinned_bytes
-    with pyckpt.Engine(max_pinned_bytes=budget) as cold_engine:
-        cold = pyckpt.PinnedStager(engine=cold_engine)
-        first_cold = timed_on_device(setting, lambda: cold.stage(state).result())
-        cold.close()
-    prewarm = timed_on_device(setting, lambda: stager.prewarm(state))
-    first_warm = timed_on_device(setting, lambda: stager.stage(state).result())
-    for name, sample in (
-        ("prewarm", prewarm),
-        ("first, after prewarm", first_warm),
-        ("first, without prewarm", first_cold),
-    ):
-        setting.report.add(f"{group}, memory", {name: [sample]})
+def _measure_cold(setting: Setting, staging: Staging, state: State, group: str) -> None:
+    """What the first save takes that nothing was made ready for."""
+    name = "first, without prewarm"
+    if setting.time_for(nbytes(state) / 1.5e9, f"{group}, {name}"):
+        with _engine_for(staging, state) as engine:
+            stager = pyckpt.PinnedStager(engine=engine)
+            cold = timed_on_device(setting, lambda: stager.stage(state).result())
+            stager.close()
+        setting.report.add(f"{group}, memory", {name: [cold]})
     setting.report.table(
         f"Taking and registering memory, {group}",
         f"{group}, memory",
@@ -283,6 +363,7 @@ def _measure_write(setting: Setting, state: State) -> None:
             ),
             check=lambda: check(name),
             clean=lambda: remove(path),
+            peer=name != OURS,
         )
 
     size = nbytes(state)
@@ -330,7 +411,12 @@ def _measure_load(setting: Setting, state: State) -> None:
         set_zero(found)
 
     def variant(name: str, load: Callable[[], object]) -> Variant:
-        return Variant(name, run=lambda: timed_on_device(setting, load), check=lambda: check(name))
+        return Variant(
+            name,
+            run=lambda: timed_on_device(setting, load),
+            check=lambda: check(name),
+            peer=name != next(iter(loaders)),
+        )
 
     bare = Variant(
         BARE_DISK, run=lambda: timed_on_device(setting, lambda: _bare_read(bare_file, size))
@@ -342,6 +428,7 @@ def _measure_load(setting: Setting, state: State) -> None:
         before=lambda: drop_page_cache(setting.directory),
         title=f"loading {size / 1e9:.2f} GB to the device, page cache dropped",
         quiet=False,
+        spare=12 * size / 1e9,
     )
     remove(path)
     remove(bare_file)

@@ -62,6 +62,10 @@ class Saver(ABC):
     def prewarm(self, state: Any) -> None:  # noqa: B027
         """Take the memory that saves of such a state will need, where there is such a call."""
 
+    def let_go(self) -> None:  # noqa: B027
+        """Give back what only the last save needed, and have ready what the next one needs. Called
+        when a save is through, outside of any timing."""
+
     @abstractmethod
     def start(self, state: Any, path: Path) -> Pending: ...
 
@@ -141,19 +145,32 @@ class DefaultStagers:
     def __init__(self, options: StagingOptions) -> None:
         self._options = options
         self._stager: DefaultStager | None = None
+        self._taken = False
 
     def take(self) -> DefaultStager:
-        if self._stager is None or stagers_serve_once():
-            self.close()
+        if self._taken and stagers_serve_once():
+            self.let_go()
+        self._taken = True
+        if self._stager is None:
             self._stager = DefaultStager(self._options)
         return self._stager
 
     def stage(self, state: Any) -> Any:
         return self.take().stage(state)
 
+    def let_go(self) -> None:
+        """Where it serves once: of the stager that has served, which keeps its copy, so that no
+        later call has to unpin and free that; and make the next one."""
+        if stagers_serve_once():
+            if self._taken:
+                self.close()
+            if self._stager is None:
+                self._stager = DefaultStager(self._options)
+
     def close(self) -> None:
         if self._stager is not None:
             self._stager.close()
+        self._stager, self._taken = None, False
 
 
 class StockDefaultStager(Saver):
@@ -179,6 +196,9 @@ class StockDefaultStager(Saver):
             no_dist=True,
         )
         return Pending(response.upload_completion, response.staging_completion)
+
+    def let_go(self) -> None:
+        self._stagers.let_go()
 
     def close(self) -> None:
         self._stagers.close()

@@ -14,8 +14,9 @@ torn           Late kernels on the caller's stream before the call, and changes 
 guard          Saves with steps right after the call under torch.compile, CUDA graphs, GradScaler,
                accumulation, several optimizers, several streams; bytes compared.
 training       A GPT of 1.3 billion parameters with AdamW: steps before, during and after a save,
-               tokens lost, idle time of the device from a trace.
-syncs          What makes the training thread wait, counted.
+               tokens lost beside their noise, idle time of the device from a trace.
+syncs          What makes the training thread wait: as torch and as CUDA's trace count it, and
+               whether calls return while the stream is busy.
 resume         Restored optimizers: synchronisations, copies and time of a step.
 storage        Loading from, and saving to, the disk, beside stock and bare direct I/O.
 offload        Optimizer state out and back, beside the loop that people write.
@@ -23,8 +24,9 @@ offload        Optimizer state out and back, beside the loop that people write.
 Sizes are scaled to the memory of GPU and host. Each section takes --seconds at most, as far as it
 can tell beforehand: what there is no time for is left out, and said. Its results are in
 DIR/gpu-SECTION.json from its first figure on, so that what cuts it off takes no more than what it
-was at. A section that fails does not stop the others. The exit code is 1 if a section failed or
-bytes were wrong.
+was at. A section that fails does not stop the others. Ours is measured to the end before anybody
+else's; a peer that fails is a note. The exit code is 1 if a section failed or bytes were wrong,
+and 3 if a target could not be measured.
 
 ``--cpu`` walks the same code with tiny CPU tensors, to see that it runs: nothing that it prints is
 a figure of a GPU, and it writes no results. ``--plots`` draws what the results have, with
@@ -35,6 +37,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -49,7 +52,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from _common import ROOT, Report, Sample, WrongBytes, machine
+from _common import ROOT, Report, Sample, Target, WrongBytes, machine
 from _gpu_common import SMOKE, Setting, scale_of
 from _gpu_correctness import measure_guard, measure_torn
 from _gpu_plots import draw
@@ -77,6 +80,10 @@ SECTIONS: dict[str, Callable[[Setting], None]] = {
 }
 
 
+INCOMPLETE = 3
+"""The exit code where targets could not be measured; `scripts/gpu_steps.py` knows it."""
+
+
 class CutOff(BaseException):
     """Somebody wants this process to end."""
 
@@ -92,6 +99,14 @@ class SectionReport(Report):
 
     def add(self, group: str, samples: Mapping[str, Sequence[Sample]]) -> None:
         super().add(group, samples)
+        self.save()
+
+    def target(self, *arguments: Any, **options: Any) -> None:
+        super().target(*arguments, **options)
+        self.save()
+
+    def note(self, text: str) -> None:
+        super().note(text)
         self.save()
 
     def save(self) -> None:
@@ -152,7 +167,23 @@ def run_section(name: str, setting: Setting) -> str:
     report.note(f"section {name} took {time.monotonic() - start:.0f} s")
     if any("wrong" in target.name and target.met is False for target in report.targets):
         return "wrong bytes"
+    # What has no value was not measured, or not all of what it stands for.
+    missing = [target.name for target in targets_of(setting) if target.met is None]
+    if outcome == "passed" and missing:
+        report.note(f"{name} is incomplete: {'; '.join(missing)}")
+        return "incomplete"
     return outcome
+
+
+def targets_of(setting: Setting) -> list[Target]:
+    """Those that mean something there: without a GPU, those alone that are about bytes."""
+    return [t for t in setting.report.targets if setting.cuda or "wrong" in t.name]
+
+
+def allow_many_files() -> None:
+    """Shared memory takes a descriptor for each tensor, and the usual limit is 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def main() -> int:
@@ -191,6 +222,7 @@ def main() -> int:
     chosen.dir.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix="pyckpt-", dir=chosen.dir))
     signal.signal(signal.SIGTERM, _cut_off)
+    allow_many_files()
     try:
         return _run(chosen, device, directory)
     finally:
@@ -234,8 +266,7 @@ def _run(chosen: argparse.Namespace, device: torch.device, directory: Path) -> i
         setting = Setting(report, directory, device, scale, deadline, traces=report.traces)
         report.state = outcomes[name] = run_section(name, setting)
         if chosen.cpu:
-            # Of the targets those alone mean something that are about bytes.
-            report.targets = [target for target in report.targets if "wrong" in target.name]
+            report.targets = targets_of(setting)
         report.finish(report.output)
         if outcomes[name] == "cut off":
             break
@@ -243,7 +274,9 @@ def _run(chosen: argparse.Namespace, device: torch.device, directory: Path) -> i
         print(f"{name}: {outcome}")
     if chosen.cpu:
         print("NOTHING above is a figure of a GPU")
-    return 0 if set(outcomes.values()) == {"passed"} else 1
+    if set(outcomes.values()) <= {"passed", "incomplete"}:
+        return INCOMPLETE if "incomplete" in outcomes.values() else 0
+    return 1
 
 
 if __name__ == "__main__":

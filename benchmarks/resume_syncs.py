@@ -22,7 +22,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -107,19 +107,41 @@ def prepared(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = mlp()
     optimizer = make(list(model.parameters()))
+    restore(variant, optimizer, saved)
+    return model, optimizer
+
+
+def restore(
+    variant: str,
+    optimizer: torch.optim.Optimizer,
+    saved: dict[str, Any],
+    device: torch.device = DEVICE,
+) -> None:
+    """As that variant does it. ``saved`` is on the device. A fresh optimizer stays one."""
     if variant == MOVED:
         optimizer.load_state_dict(saved)
         for parameter, state in optimizer.state.items():
-            optimizer.state[parameter] = moved(state)
+            optimizer.state[parameter] = moved(state, device)
     elif variant == LIGHTNING:
         from lightning.fabric.utilities.optimizer import _optimizer_to_device
 
         # Its Trainer maps what it loads to the host.
         optimizer.load_state_dict(moved(saved, torch.device("cpu")))
-        _optimizer_to_device(optimizer, DEVICE)
+        _optimizer_to_device(optimizer, device)
     elif variant == OURS:
         optim.load_state_dict(optimizer, saved)
-    return model, optimizer
+    elif variant != FRESH:
+        raise ValueError(f"no such variant: {variant}")
+
+
+def available(report: Report, variants: Sequence[str] = VARIANTS) -> list[str]:
+    """Those that can be measured here; says which Lightning that is."""
+    lightning = version_of("lightning")
+    if lightning is None:
+        report.note(f"lightning is not installed: {LIGHTNING} is left out")
+        return [variant for variant in variants if variant != LIGHTNING]
+    report.note(f"{LIGHTNING}: lightning {lightning}")
+    return list(variants)
 
 
 def version_of(package: str) -> str | None:
@@ -253,9 +275,6 @@ def main() -> int:
     )
     chosen = parser.parse_args()
     variants = [variant for variant in VARIANTS if variant in (chosen.variant or VARIANTS)]
-    lightning = version_of("lightning")
-    if lightning is None and LIGHTNING in variants:
-        variants.remove(LIGHTNING)
     gpu = torch.cuda.is_available()
     name = "resume_syncs" if gpu else "resume_syncs-fake"
     output = chosen.output
@@ -266,14 +285,12 @@ def main() -> int:
     for key in ("file_system", "mount_options", "device", "fio"):  # nothing is written
         described.pop(key)
     described["gpu"] = torch.cuda.get_device_name(DEVICE) if gpu else None
-    parameters = {"steps": chosen.steps, "variants": variants, "parameters": PARAMETERS}
+    parameters: dict[str, Any] = {"steps": chosen.steps, "parameters": PARAMETERS}
     if gpu:
         parameters |= {"rounds": chosen.rounds, "batch": BATCH}
     report = Report(name, parameters, described)
     report.show_machine()
-    report.note(
-        f"{LIGHTNING}: lightning {lightning}" if lightning else "lightning is not installed"
-    )
+    variants = parameters["variants"] = available(report, variants)
     if gpu:
         on_gpu(report, variants, chosen.steps, chosen.rounds)
     else:

@@ -65,6 +65,82 @@ def test_tables_show_all_of_the_names(monkeypatch: pytest.MonkeyPatch, width: in
     assert sum("1.5" in word for word in words) == 20
 
 
+def test_a_peer_that_raises_is_left_out_and_ours_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = pytest.importorskip("rich.console")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from _common import Sample, Variant, interleave
+
+    runs: dict[str, int] = {}
+
+    def variant(name: str, fails_at: int, *, peer: bool) -> Variant:
+        def run() -> Sample:
+            runs[name] = runs.get(name, 0) + 1
+            if runs[name] == fails_at:
+                raise OSError("Too many open files")
+            return {"seconds": 1.0}
+
+        return Variant(name, run=run, peer=peer)
+
+    def measured(*variants: Variant) -> tuple[list[str], dict[str, list[Sample]]]:
+        failed: list[str] = []
+        seen: list[dict[str, list[Sample]]] = []
+        interleave(
+            variants,
+            3,
+            before=lambda: None,
+            console=console.Console(file=io.StringIO()),
+            title="",
+            after_round=seen.append,
+            peer_failed=lambda name, error: failed.append(name),
+        )
+        return failed, seen[-1]
+
+    failed, samples = measured(
+        variant("ours", 0, peer=False),
+        variant("at once", 1, peer=True),
+        variant("later", 3, peer=True),
+    )
+    assert failed == ["at once", "later"]
+    assert {name: len(taken) for name, taken in samples.items()} == {"ours": 3, "later": 1}
+    with pytest.raises(OSError, match="Too many"):
+        measured(variant("ours, too", 1, peer=False))
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_a_stagers_copies_are_let_go_of_outside_of_its_call(
+    monkeypatch: pytest.MonkeyPatch, once: bool
+) -> None:
+    """Where it serves one save, the next call finds another that has no copy to free."""
+    pytest.importorskip("rich")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import _savers
+
+    made: list[str] = []
+
+    class Stager:
+        def __init__(self, options: object) -> None:
+            made.append("made")
+
+        def stage(self, state: object) -> object:
+            made.append("staged")
+            return state
+
+        def close(self) -> None:
+            made.append("closed")
+
+    monkeypatch.setattr(_savers, "DefaultStager", Stager)
+    monkeypatch.setattr(_savers, "stagers_serve_once", lambda: once)
+    options = _savers.StagingOptions(False, False, False, False)
+    stagers = _savers.DefaultStagers(options)
+    for number in range(2):
+        stagers.let_go()
+        made.clear()
+        stagers.stage({})
+        assert made == (["made", "staged"] if not once and number == 0 else ["staged"])
+    stagers.let_go()
+    assert made == (["staged", "closed", "made"] if once else ["staged"])
+
+
 LINES = BENCHMARKS / "lines"
 
 
