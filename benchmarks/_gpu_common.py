@@ -262,11 +262,14 @@ class Setting:
         what: str,
         seconds: float,
         measure: Callable[[Saver], None],
+        *,
+        known_first: bool = False,
     ) -> None:
         """Measure each peer, with all that this device offers for a state of so many bytes and
         tensors: made when its turn comes, if ``seconds`` are left, and closed after it. What it
-        raises is noted."""
-        for name, make in self._peers(nbytes, tensors):
+        raises is noted. What most programs use comes last, or with ``known_first`` first."""
+        peers = self._peers(nbytes, tensors)
+        for name, make in reversed(peers) if known_first else peers:
             if not self.time_for(seconds, f"{what} by {name}"):
                 continue
             peer: Saver | None = None
@@ -295,7 +298,6 @@ class Setting:
                 return None
             return self.rival()
 
-        # The one that most programs use comes last: it is known best.
         return [
             (StockDefaultStager.name, default),
             (TorchCheckpointing.name, rival),

@@ -15,7 +15,10 @@ def draw(results: Path) -> Iterator[Path]:
 
     matplotlib.use("Agg")
     found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("gpu-*.json"))}
-    if steps := found.get("gpu-training", {}).get("step_milliseconds"):
+    steps: dict[str, dict[str, list[float]]] = {}
+    for name in ("gpu-training", "gpu-training-beside"):
+        steps |= found.get(name, {}).get("step_milliseconds", {})
+    if steps:
         yield _draw_steps(steps, results / "gpu-steps.png")
     speeds: dict[str, dict[str, float]] = {}
     for content in found.values():

@@ -165,16 +165,9 @@ def _train_with_save(
 
 
 def measure_training(setting: Setting) -> None:
-    """A GPT with AdamW, and the steps beside saves: by us to the end, then by each peer."""
-    report = setting.report
-    training = gpt_training(setting, setting.scale)
+    """A GPT with AdamW, and the steps beside saves of ours."""
+    training, size, tensors = _training(setting)
     state = training_state(training.model, training.optimizer)
-    size, tensors = nbytes(state), sum(map(len, state.values()))
-    count = sum(parameter.numel() for parameter in training.model.parameters())
-    report.note(
-        f"training: {count / 1e6:,.0f} million parameters, a state of {size / 1e9:.2f} GB, "
-        f"{training.tokens:,} tokens a step"
-    )
     windows = Windows()
     with pyckpt.Engine(max_pinned_bytes=size + 512 * MIB) as engine:
         ours = Ours(engine=engine, optimizers=[training.optimizer], name=OURS)
@@ -185,18 +178,47 @@ def measure_training(setting: Setting) -> None:
             windows.seconds.append(run_window(setting, training))
             train_beside(setting, training, windows, ours, 2)
             _judge_training(setting, training, windows, tensors)
-
-            def measure(peer: Saver) -> None:
-                peer.prewarm(state)
-                peer.let_go()
-                train_beside(setting, training, windows, peer, 1)
-
-            # It copies at 2 GB/s and writes at 1, and has processes to start.
-            setting.beside(size, tensors, _TRAINING, 12 + 1.5 * size / 1e9, measure)
             if setting.time_for(15 + size / 1e9, "the device's idle time, from a trace"):
                 _measure_gaps(setting, training, ours)
         finally:
             ours.close()
+    _tell_training(setting)
+
+
+def measure_training_beside(setting: Setting) -> None:
+    """The same training, and its steps beside saves of each peer."""
+    training, size, tensors = _training(setting)
+    state = training_state(training.model, training.optimizer)
+    windows = Windows([run_window(setting, training)])
+
+    def measure(peer: Saver) -> None:
+        peer.prewarm(state)
+        peer.let_go()
+        train_beside(setting, training, windows, peer, 1)
+
+    # It copies at 2 GB/s and writes at 1, and has processes to start. What most programs use comes
+    # first: there may not be the time for all.
+    setting.beside(size, tensors, _TRAINING, 12 + 1.5 * size / 1e9, measure, known_first=True)
+    _tell_training(setting)
+
+
+def _training(setting: Setting) -> tuple[Training, int, int]:
+    """The training, and the bytes and tensors of its state."""
+    training = gpt_training(setting, setting.scale)
+    state = training_state(training.model, training.optimizer)
+    size, tensors = nbytes(state), sum(map(len, state.values()))
+    count = sum(parameter.numel() for parameter in training.model.parameters())
+    setting.report.note(
+        f"training: {count / 1e6:,.0f} million parameters, a state of {size / 1e9:.2f} GB, "
+        f"{training.tokens:,} tokens a step"
+    )
+    return training, size, tensors
+
+
+def _tell_training(setting: Setting) -> None:
+    report = setting.report
+    if _TRAINING not in report.results:
+        return
     report.table(
         "Training beside a save",
         _TRAINING,

@@ -15,6 +15,7 @@ guard          Saves with steps right after the call under torch.compile, CUDA g
                accumulation, several optimizers, several streams; bytes compared.
 training       A GPT of 1.3 billion parameters with AdamW: steps before, during and after a save,
                tokens lost beside their noise, idle time of the device from a trace.
+training-beside  The same beside saves of stock, torch_checkpointing and DefaultStager.
 syncs          What makes the training thread wait: as torch and as CUDA's trace count it, and
                whether calls return while the stream is busy.
 resume         Restored optimizers: synchronisations, copies and time of a step.
@@ -63,7 +64,12 @@ from _gpu_speed import (
     measure_staging_small,
     measure_storage,
 )
-from _gpu_training import measure_resume, measure_syncs, measure_training
+from _gpu_training import (
+    measure_resume,
+    measure_syncs,
+    measure_training,
+    measure_training_beside,
+)
 
 SECTIONS: dict[str, Callable[[Setting], None]] = {
     # In the order of what one would miss most, should time run out.
@@ -72,6 +78,7 @@ SECTIONS: dict[str, Callable[[Setting], None]] = {
     "torn": measure_torn,
     "guard": measure_guard,
     "training": measure_training,
+    "training-beside": measure_training_beside,
     "syncs": measure_syncs,
     "staging-many": measure_staging_many,
     "storage": measure_storage,

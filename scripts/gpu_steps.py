@@ -149,10 +149,11 @@ STEPS: dict[str, Step] = dict(
         ),
         _measures("torn", 85, 70, "no save is torn, by kernels late or early; whether stock's are"),
         _measures("guard", 130, 100, "steps of all kinds wait for the copies; bytes compared"),
-        _measures("training", 260, 225, "what a save takes from training a GPT; tokens, steps"),
-        _measures("syncs", 80, 60, "a save makes the training thread wait for nothing"),
-        ("kernel", Step(40, 20, "the pack kernel alone, all alignments, without torch", _kernel)),
-        ("sanitizer", Step(60, 40, "memcheck, racecheck, initcheck, synccheck of it", _sanitizer)),
+        _measures("training", 160, 130, "what a save takes from training a GPT; tokens, steps"),
+        _measures("training-beside", 135, 110, "what a save by others takes from that training"),
+        _measures("syncs", 70, 55, "a save makes the training thread wait for nothing"),
+        ("kernel", Step(30, 20, "the pack kernel alone, all alignments, without torch", _kernel)),
+        ("sanitizer", Step(50, 40, "memcheck, racecheck, initcheck, synccheck of it", _sanitizer)),
         _measures(
             "staging-small", 60, 35, "20,000 tensors of 16 KiB in 40 ms, blocked 1.5 us each"
         ),
