@@ -17,11 +17,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from pyckpt.format.flock import close_unwritten, trying
+from pyckpt.locks import fork_safe_lock
 
 __all__ = ["Claim", "is_claimed", "turn"]
 
 _POLL_SECONDS = 0.01
 _PATIENCE_SECONDS = 60.0
+_releasing = fork_safe_lock()  # held while a claim is released, which one thread may do at a time
 
 
 class Claim:
@@ -36,10 +38,12 @@ class Claim:
         self._held.enter_context(trying(descriptor))
 
     def release(self) -> None:
-        """Release the lock. Idempotent, and any thread may call it."""
-        held: ExitStack | None = self.__dict__.pop("_held", None)  # so one thread alone gets it
+        """Release the lock. Idempotent, and any thread may call it. If an interrupt ends the call,
+        the next one goes on."""
+        held: ExitStack | None = self.__dict__.get("_held")
         if held is not None:
-            held.close()
+            with _releasing:
+                held.close()
 
     def __del__(self) -> None:
         self.release()
