@@ -64,9 +64,17 @@ def is_claimed(path: Path) -> bool:
 
 @contextmanager
 def turn(
-    directory: Path, *, shared: bool = False, patience: float = _PATIENCE_SECONDS
+    directory: Path,
+    *,
+    shared: bool = False,
+    patience: float = _PATIENCE_SECONDS,
+    doing: str = "committing a save",
 ) -> Iterator[None]:
     """Make data files (``shared``), or commit and sweep, while no other process does the other.
+
+    Args:
+        patience: how many seconds to wait for others at most.
+        doing: what others do meanwhile, for the error.
 
     Raises:
         TimeoutError: another process has been in such a block for ``patience`` seconds.
@@ -82,8 +90,8 @@ def turn(
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     errno.ETIMEDOUT,
-                    f"another process has been committing a save here for {patience:.0f} s; does "
-                    "it hang? End it",
+                    f"another process has been {doing} here for {patience:.0f} s; does it hang? "
+                    "End it",
                     str(directory),
                 )
             time.sleep(_POLL_SECONDS)
