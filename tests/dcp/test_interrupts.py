@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from _sampling import slow
 from torch.distributed.checkpoint.api import CheckpointException
 
 import pyckpt
 from pyckpt.dcp.writer import DirectWriter
+from pyckpt.errors import SaveError
 
 STATE = {"w": torch.ones(4000), "n": 3}
 SOURCE = Path(pyckpt.__file__).parent
@@ -58,7 +58,8 @@ def interrupted(save: Callable[[Path], None], directory: Path, line: int) -> str
     sys.settrace(interrupt.call)
     try:
         save(directory)
-    except (KeyboardInterrupt, CheckpointException):  # DCP wraps some
+    except (KeyboardInterrupt, CheckpointException, SaveError):
+        # DCP wraps some, and Python 3.11 replaces some that a trace raises at the end of a `with`.
         pass
     finally:
         sys.settrace(traced)
@@ -67,7 +68,7 @@ def interrupted(save: Callable[[Path], None], directory: Path, line: int) -> str
 
 # A finalizer may be where the interrupt comes. Python then ignores it, and says so.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("every", [97, slow(5)])
+@pytest.mark.parametrize("every", [97])
 @pytest.mark.parametrize("save", [save, save_with_stock])
 def test_at_any_line(save: Callable[[Path], None], every: int, tmp_path: Path) -> None:
     save(tmp_path)  # which imports, and makes what every save uses
