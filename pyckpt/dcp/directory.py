@@ -29,8 +29,9 @@ _devices_told: set[int] = set()  # the log has said that their file systems refu
 # half done.
 _commit_lock = fork_safe_lock()
 # Data files of saves under way, which other saves of this process into the same directory must not
-# remove. Saves of several ranks are not in it, since collectives keep these saves apart.
-_unfinished: set[Path] = set()
+# remove. Saves of several ranks are not in it, since collectives keep these saves apart. Weak: an
+# interrupt may end a save at any line, and then nobody says that its file is given up.
+_unfinished: WeakSet[DataFile] = WeakSet()
 # Claims of this process. Only the rank that commits learns how a save ended. And a program that
 # keeps an error keeps the writer that raised it. So claims of other ranks may last until the next
 # save.
@@ -46,7 +47,8 @@ class DataFile:
         path: of the file.
         directory: that it is in.
         shared: whether other ranks take part in the save. The file of a save without others is
-            kept from the sweeps of other saves of this process.
+            kept from the sweeps of other saves of this process, until `let_go` or this object's
+            end.
     """
 
     def __init__(self, path: Path, directory: Directory, *, shared: bool) -> None:
@@ -56,7 +58,7 @@ class DataFile:
         self._job: _C.WriteJob | None = None
         if not shared:
             with _lock:
-                _unfinished.add(path)
+                _unfinished.add(self)
 
     def create(self, engine: Engine, expected: int) -> _C.FillJob:
         with self._directory.turn(shared=True):
@@ -94,10 +96,9 @@ class DataFile:
 
     def let_go(self) -> None:
         with _lock:
-            _unfinished.discard(self.path)
-        claim, self._claim = self._claim, None
-        if claim is not None:
-            claim.release()
+            _unfinished.discard(self)
+        if self._claim is not None:
+            self._claim.release()
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,8 @@ class Directory:
         """Release the files there that earlier saves of this process claimed and never released."""
         here = os.path.realpath(self.path)
         with _lock:
-            claims = [claim for claim in _claims if claim.path not in _unfinished]
+            unfinished = {file.path for file in _unfinished}
+            claims = [claim for claim in _claims if claim.path not in unfinished]
         for claim in claims:
             if os.path.realpath(claim.path.parent) == here:
                 claim.release()
@@ -204,7 +206,7 @@ class Directory:
     def _unfinished_names(self) -> set[str]:
         here = os.path.realpath(self.path)
         with _lock:
-            others = tuple(_unfinished)
+            others = [file.path for file in _unfinished]
         return {path.name for path in others if os.path.realpath(path.parent) == here}
 
 

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from pyckpt.dcp.failures import error_of, portable_errors
+from pyckpt.dcp.writer import DirectWriter
 from pyckpt.errors import SaveError
 from pyckpt.private import save_state_dict
 
@@ -47,13 +48,14 @@ def save_with_dcp(
 def save_tree(
     tree: dict[str, Any],
     *,
-    writer: StorageWriter,
+    writer: DirectWriter,
     planner: SavePlanner,
     process_group: dist.ProcessGroup | None,
     alone: bool,
     doing: str,
 ) -> None:
-    """`save_with_dcp`, with errors that can be caught.
+    """`save_with_dcp`, with errors that can be caught. However it ends, the writer holds nothing
+    after it: DCP tells a writer nothing of an interrupt.
 
     Args:
         doing: what to call the save in errors.
@@ -73,6 +75,8 @@ def save_tree(
         failure = error
     else:
         return
+    finally:
+        writer.close_save()
     # Outside of the handler, or else Python would also show DCP's rendering of the same errors.
     raise error_of(failure, alone=alone, kind=SaveError, doing=doing)
 

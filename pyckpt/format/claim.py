@@ -17,11 +17,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from pyckpt.format.flock import close_unwritten, trying
+from pyckpt.locks import fork_safe_lock
 
 __all__ = ["Claim", "is_claimed", "turn"]
 
 _POLL_SECONDS = 0.01
 _PATIENCE_SECONDS = 60.0
+_releasing = fork_safe_lock()  # held while a claim is released, which one thread may do at a time
 
 
 class Claim:
@@ -36,10 +38,12 @@ class Claim:
         self._held.enter_context(trying(descriptor))
 
     def release(self) -> None:
-        """Release the lock. Idempotent, and any thread may call it."""
-        held: ExitStack | None = self.__dict__.pop("_held", None)  # so one thread alone gets it
+        """Release the lock. Idempotent, and any thread may call it. If an interrupt ends the call,
+        the next one goes on."""
+        held: ExitStack | None = self.__dict__.get("_held")
         if held is not None:
-            held.close()
+            with _releasing:
+                held.close()
 
     def __del__(self) -> None:
         self.release()
@@ -60,9 +64,17 @@ def is_claimed(path: Path) -> bool:
 
 @contextmanager
 def turn(
-    directory: Path, *, shared: bool = False, patience: float = _PATIENCE_SECONDS
+    directory: Path,
+    *,
+    shared: bool = False,
+    patience: float = _PATIENCE_SECONDS,
+    doing: str = "committing a save",
 ) -> Iterator[None]:
     """Make data files (``shared``), or commit and sweep, while no other process does the other.
+
+    Args:
+        patience: how many seconds to wait for others at most.
+        doing: what others do meanwhile, for the error.
 
     Raises:
         TimeoutError: another process has been in such a block for ``patience`` seconds.
@@ -78,8 +90,8 @@ def turn(
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     errno.ETIMEDOUT,
-                    f"another process has been committing a save here for {patience:.0f} s; does "
-                    "it hang? End it",
+                    f"another process has been {doing} here for {patience:.0f} s; does it hang? "
+                    "End it",
                     str(directory),
                 )
             time.sleep(_POLL_SECONDS)

@@ -350,6 +350,7 @@ class Checkpointer(Finder):
             ValueError: the step is not larger.
         """
         self._check_open()
+        self._saver.refuse_within_start("step()")
         handle = self._schedule.step(step_of(step), state_of(state), metrics_of(metrics))
         # Other mappings may make what they are asked for.
         if self._saves_by_itself and type(state) is dict:
@@ -380,10 +381,15 @@ class Checkpointer(Finder):
 
         Raises:
             OSError, PyckptError: an earlier save failed, or this one, if it is final.
+            RuntimeError: a signal handler, a finalizer or an object of the state called it while
+                this thread was beginning another save. Nothing was done. If it is not caught there,
+                the other save fails as well. For signals, there are
+                ``on_signals`` and ``request_stop``.
             TypeError: an argument is of the wrong type. Nothing was done, as for ``ValueError``.
             ValueError: the step is negative.
         """
         self._check_open()
+        self._saver.refuse_within_start("save()")
         return self._schedule.save(
             step_of(step), state_of(state), metrics_of(metrics), final=final, overwrite=overwrite
         )
@@ -396,6 +402,7 @@ class Checkpointer(Finder):
         Raises:
             OSError, PyckptError: a save failed, and its error was not raised before. The last
                 committed checkpoint stays.
+            RuntimeError: as for ``save``.
         """
         begun = time.perf_counter()
         self._saver.wait()
@@ -643,13 +650,16 @@ class Checkpointer(Finder):
 
         Raises:
             OSError, PyckptError: a save failed, and its error was not raised before.
+            RuntimeError: as for ``save``. Nothing was closed.
         """
         if not self._closed:
+            self._saver.refuse_within_start("close()")
             self._schedule.save_unsaved()
             self._close(wait=True)
             self._saver.raise_failure()
 
     def _close(self, *, wait: bool) -> None:
+        self._saver.refuse_within_start("close()")  # before anything is closed
         self._closed = True
         try:
             self._saver.wait()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -121,6 +123,7 @@ class Saver:
         self.writing: set[int] = set()
         self.handle: SaveHandle | None = None
         self._current: ReportingWriter | None = None  # the writer of the last save
+        self._refused: RuntimeError | None = None  # by the last call of `refuse_within_start`
 
     @property
     def busy(self) -> bool:
@@ -150,8 +153,39 @@ class Saver:
         with self._lock:
             return self.ended, self.failed
 
+    def refuse_within_start(self, what: str) -> None:
+        """Refuse a call that comes from within `start`, by a signal handler, a finalizer or an
+        object of the state: what it would wait for, only the interrupted `start` can do.
+
+        Args:
+            what: is called, for the error.
+
+        Raises:
+            RuntimeError: it does. If nobody catches it, `start` raises it, too.
+        """
+        # Looked up, not noted by `start`: an interrupt may end that at any line, so that the note
+        # stays.
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is _START and frame.f_locals.get("self") is self:
+                self._refused = RuntimeError(
+                    f"{what} was called within a call that begins a save, by a signal handler, a "
+                    "finalizer or a state_dict(), and would wait for ever. Handle signals by "
+                    "on_signals=, or call request_stop() or request_save(), which do not wait"
+                )
+                raise self._refused
+            frame = frame.f_back
+
     def wait(self) -> None:
-        """Wait until no save is under way."""
+        """Wait until no save is under way.
+
+        Raises:
+            RuntimeError: see `refuse_within_start`.
+        """
+        self.refuse_within_start("wait()")
+        self._wait()
+
+    def _wait(self) -> None:
         if self.handle is not None:
             wait_for([self.handle.committed])
 
@@ -162,7 +196,12 @@ class Saver:
 
     def close(self) -> None:
         """Release the memory of staging, and remove the files that failed saves left. Call it when
-        no save is under way."""
+        no save is under way.
+
+        Raises:
+            RuntimeError: see `refuse_within_start`.
+        """
+        self.refuse_within_start("close()")
         if self._frozen is not None:
             self._frozen.close()
         self._thread.shutdown()
@@ -195,9 +234,26 @@ class Saver:
         overwrite: bool,
     ) -> SaveHandle:
         """Start to save. Waits for a save that is under way. Errors go to the handle; only
-        interrupts are raised here."""
+        interrupts are raised here.
+
+        Raises:
+            RuntimeError: see `refuse_within_start`.
+        """
+        self.refuse_within_start("save()")
+        return self._start(step, state, metrics, final=final, overwrite=overwrite)
+
+    def _start(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        *,
+        final: bool,
+        overwrite: bool,
+    ) -> SaveHandle:
         begun = time.perf_counter()
-        self.wait()
+        self._refused = None
+        self._wait()
         path = self._catalog.path(step)
         self.overwrites = overwrite or path in self._in_place
         handle = SaveHandle(step, path, self._announcer.reached, final=final, begun=begun)
@@ -221,6 +277,10 @@ class Saver:
             self._decline(handle, done, turn, error)
             if not isinstance(error, Exception):
                 raise
+            refused, self._refused = self._refused, None
+            if refused is not None and _comes_of(error, refused):
+                # What a signal asked for was not done, and the handle would not say so in time.
+                raise refused from None
         handle.called()
         return handle
 
@@ -466,6 +526,17 @@ class Saver:
         failure = SaveError(f"{doing} failed: {said(error)}")
         failure.__cause__ = error
         return failure
+
+
+_START = Saver._start.__code__
+
+
+def _comes_of(error: BaseException, first: BaseException) -> bool:
+    """Whether an error is another one, or was raised because of it."""
+    seen: BaseException | None = error
+    while seen is not None and seen is not first:
+        seen = seen.__cause__ or seen.__context__
+    return seen is not None
 
 
 def _number(name: str, metric: Any) -> float:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import permutations
 from pathlib import Path
 from types import FrameType
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from _ranks import TIMEOUT_S, ChildFailed, Pipe, run_child, run_ranks
+from _sampling import slow
 from _training import Run
 
 import pyckpt
@@ -279,6 +280,53 @@ def test_what_was_under_way_is_finished(tmp_path: Path) -> None:
         run_child(_interrupted_late, tmp_path)
     assert isinstance(info.value.cause, KeyboardInterrupt)
     assert newest(tmp_path) == 1
+
+
+class Signalled(Interrupted):
+    """A part of the state that asks for its program's end, once."""
+
+    def state_dict(self) -> dict[str, int]:
+        if self.left:
+            self.left = 0
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {"left": self.left}
+
+
+def _calls_from_a_handler(_pipe: Pipe, directory: Path, what: str, caught: bool) -> bool:
+    checkpointer = Checkpointer(directory)
+    state = {**Run().state, "extra": Signalled()}
+    calls: dict[str, Callable[[], object]] = {
+        "save": lambda: checkpointer.save(2, Run().state, final=True),
+        "step": lambda: checkpointer.step(2, Run().state),
+        "wait": checkpointer.wait,
+        "restore": lambda: checkpointer.restore(Run().state),
+        "close": checkpointer.close,
+    }
+
+    def handler(*_: object) -> None:
+        with suppress(RuntimeError) if caught else nullcontext():
+            calls[what]()
+            sys.exit(0)
+
+    signal.signal(signal.SIGTERM, handler)
+    with checkpointer:
+        if caught:
+            checkpointer.save(1, state).wait()
+        else:
+            with pytest.raises(RuntimeError, match=r"within a call that begins.*on_signals"):
+                checkpointer.save(1, state)
+            with pytest.raises(SaveError, match="within a call that begins"):
+                checkpointer.wait()
+        checkpointer.save(3, state).wait()
+    return checkpointer.latest().step == 3 and (directory / "step-00000001/.metadata").exists()
+
+
+@pytest.mark.parametrize("caught", [False, True])
+@pytest.mark.parametrize("what", ["save", slow("step"), "wait", slow("restore"), "close"])
+def test_a_handler_that_would_wait_for_what_it_interrupts(
+    what: str, caught: bool, tmp_path: Path
+) -> None:
+    assert run_child(_calls_from_a_handler, tmp_path, what, caught) is caught
 
 
 # --- the handler ----------------------------------------------------------------------------------

@@ -27,8 +27,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import pyckpt
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format import commit
+from pyckpt.format.claim import turn
 from pyckpt.train.store import export as export_module
-from pyckpt.train.store import pieces, tensors
+from pyckpt.train.store import pieces, swap, tensors
 from pyckpt.train.store.swap import MARK, new_file, temporary_directory
 from pyckpt.train.store.tensors import _split
 
@@ -480,6 +481,40 @@ def test_a_directory_whose_closing_fails_is_removed(tmp_path, monkeypatch):
         export()
     monkeypatch.undo()
     assert os.listdir(tmp_path) == []
+
+
+def test_an_interrupt_at_the_beginning_leaves_nothing(tmp_path, monkeypatch):
+    save(tmp_path / "checkpoint", {"model": {"w": torch.ones(3)}})
+    flock = fcntl.flock
+    interrupted = []
+
+    def interrupts(descriptor: int, how: int) -> None:
+        flock(descriptor, how)
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if ".pyckpt-export-" in path and not interrupted:
+            interrupted.append(path)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(fcntl, "flock", interrupts)
+    with pytest.raises(KeyboardInterrupt):
+        pyckpt.export(tmp_path / "checkpoint", tmp_path / "out")
+    assert interrupted
+    assert os.listdir(tmp_path / "out") == []
+    pyckpt.export(tmp_path / "checkpoint", tmp_path / "out")
+    assert os.listdir(tmp_path / "out") == ["model.safetensors"]
+
+
+def test_an_export_that_stands_still_is_named(tmp_path, monkeypatch):
+    save(tmp_path / "checkpoint", {"model": {"w": torch.ones(3)}})
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setattr(swap, "_PATIENCE_SECONDS", 0.0)
+    with turn(out), pytest.raises(TimeoutError, match="putting an export in place") as raised:
+        pyckpt.export(tmp_path / "checkpoint", out)
+    assert raised.value.filename == str(out)
+    assert os.listdir(out) == []
+    pyckpt.export(tmp_path / "checkpoint", out)
+    assert os.listdir(out) == ["model.safetensors"]
 
 
 @pytest.mark.root

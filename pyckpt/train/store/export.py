@@ -106,6 +106,7 @@ def export(
             the like has the name of a file to write or to remove.
         IsADirectoryError: a directory has such a name.
         OSError: a file cannot be read or written.
+        TimeoutError: another process has been putting an export in place there for a minute.
     """
     if format not in _FILES:
         raise ValueError(f"{format = } must be 'safetensors' or 'torch'.")

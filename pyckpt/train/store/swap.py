@@ -21,6 +21,7 @@ from typing import Any
 
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format import commit
+from pyckpt.format.claim import turn
 from pyckpt.format.files import naming, open_regular, refuse_to_replace
 from pyckpt.format.flock import close_unwritten
 
@@ -41,6 +42,7 @@ MARK = {"pyckpt.export": "written by pyckpt"}
 be an earlier export's."""
 
 _HEADER_MAX = 100 << 20
+_PATIENCE_SECONDS = 60.0  # with another export, which is in the middle of some renames
 
 
 class _File(FileIO):
@@ -78,20 +80,26 @@ _TEMPORARY = re.compile(r"\.pyckpt-export-[0-9a-f]{32}")
 @contextmanager
 def temporary_directory(target: Path) -> Iterator[Path]:
     """A directory in ``target`` for the files of one export, removed at the end. Also removes those
-    of killed exports, which are those that no process has locked."""
-    with _one_at_a_time(target):
-        for name in os.listdir(target):
-            if _TEMPORARY.fullmatch(name):
-                _remove_unused(target / name)
-        path = target / f".pyckpt-export-{uuid.uuid4().hex}"
-        path.mkdir()
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        with suppress(OSError):  # without locks, other exports do not remove it
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    of killed exports, which are those that no process has locked.
+
+    Raises:
+        TimeoutError: see `_one_at_a_time`.
+    """
+    path = target / f".pyckpt-export-{uuid.uuid4().hex}"
+    descriptor = -1
     try:
+        with _one_at_a_time(target):
+            for name in os.listdir(target):
+                if _TEMPORARY.fullmatch(name):
+                    _remove_unused(target / name)
+            path.mkdir()
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            with suppress(OSError):  # without locks, other exports do not remove it
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield path
     finally:
-        close_unwritten(descriptor)
+        if descriptor >= 0:
+            close_unwritten(descriptor)
         with suppress(OSError):  # the next export tries again
             _remove(path)
 
@@ -116,16 +124,13 @@ def _remove_unused(path: Path) -> None:
 
 @contextmanager
 def _one_at_a_time(directory: Path) -> Iterator[None]:
-    """Let one export at a time run this block for a directory, if the file system has locks."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    """Let one export at a time run this block for a directory, if the file system has locks.
+
+    Raises:
+        TimeoutError: another process has been in such a block for a minute.
+    """
+    with turn(directory, patience=_PATIENCE_SECONDS, doing="putting an export in place"):
         yield
-    finally:
-        with suppress(OSError):  # a process that was forked meanwhile also has the descriptor
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        close_unwritten(descriptor)
 
 
 def _is_same_config(temporary: Path, target: Path, names: Sequence[str]) -> bool:
@@ -200,7 +205,7 @@ def put_in_place(
 ) -> None:
     """Replace an earlier export by the files in ``temporary``. The last of ``names`` completes it:
     the only file, or the index, for which loaders look. Raises as `refuse_what_is_no_file`, and
-    unless ``overwrite`` is given as `refuse_others_files`."""
+    unless ``overwrite`` is given as `refuse_others_files`, and as `_one_at_a_time`."""
     stem, suffix = kind
     single = f"{stem}.{suffix}"
     index = target / f"{single}.index.json"
