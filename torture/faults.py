@@ -123,7 +123,7 @@ class _Draw:
         """A scenario, a number of ranks, and the position of a call of this name among theirs."""
         found = self._at[name]
         # Four ranks do what two do, for twice the time.
-        (where,) = self._rng.choices(list(found), [4 // size for _, size in found])
+        (where,) = self._rng.choices(list(found), [2 if size < 4 else 1 for _, size in found])
         return (*where, self._rng.choice(found[where]))
 
     def kind(self, name: str) -> str:
