@@ -56,9 +56,12 @@ Told = tuple[str, str]
 def _faults(kind: str) -> Callable[[Result], Told]:
     def told(result: Result) -> Told:
         one = result[kind]
+        late = one["faults"].get("delay", 0)
         return (
             f"{_many(one['verified'], 'verified case')} at {len(one['calls'])} system calls, "
-            f"{len(one['faults'])} kinds of faults",
+            f"{len(one['faults'])} kinds of faults; {_number(sum(one['faults'].values()) - late)} "
+            f"failures, {_many(late, 'delay')}; {_number(result['by_this_code'][kind])} of the "
+            "cases by the code of that commit",
             _number(one["deviations"]),
         )
 
@@ -97,7 +100,9 @@ def _filesystems(result: Result) -> Told:
 def _fuzz(result: Result) -> Told:
     return (
         f"{_many(result['executions'], 'input')} for {len(result['parsers'])} parsers, "
-        f"{_number(result['cpu_seconds'])} CPU seconds",
+        f"{_number(result['cpu_seconds'])} CPU seconds, "
+        f"{_number(sum(one['by_this_code'] for one in result['parsers'].values()))} of them by the "
+        "code of that commit",
         _number(sum(one["findings"] for one in result["parsers"].values())),
     )
 
@@ -144,7 +149,7 @@ def runs() -> str:
             rows.append([title, f"`{command}`", "not run yet", "", ""])
         else:
             rows.append([title, f"`{command}`", _when(result), *told(result)])
-    head = ["what is tried", "command", "last full run", "counted", "lost, wrong or hung"]
+    head = ["what is tried", "command", "last run", "counted", "lost, wrong or hung"]
     return _table(head, rows)
 
 

@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,18 @@ from typing import Any
 import torch.distributed as dist
 
 from torture import judge, kernel
-from torture.scenarios import NEW, NEXT, OLD, SCENARIOS, Scenario, Stage, body_of, prepare, settle
+from torture.scenarios import (
+    NEW,
+    NEXT,
+    OLD,
+    OVERLAPPED,
+    SCENARIOS,
+    Scenario,
+    Stage,
+    body_of,
+    prepare,
+    settle,
+)
 from torture.supervisor import STARVED_MAX_S, Group, Key, Planned, Seen, parse
 
 __all__ = ["BOUND_S", "Case", "Desk", "Verdict", "case_of"]
@@ -157,6 +168,8 @@ class Desk:
             group.close()
         if any(one.kind != "said" or one.value[0] != "ok" for one in seen):
             raise RuntimeError(f"{scenario.name}@{size}: {seen}")
+        if lacks := lacking(scenario, group.calls):
+            raise RuntimeError(f"{scenario.name}@{size}: {lacks}")
         return group.calls
 
     def run(self, case: Case) -> Verdict:
@@ -206,6 +219,28 @@ class Desk:
             end = self._ask(self._judge, (scenario.name, str(stage.root), True))
             verdict.objections += _object_to_end(scenario, again, end)
         return verdict
+
+
+_SEVERAL = 3
+"""A data file is written and read in at least so many pieces, or faults between these are not
+tried."""
+_IN_PIECES = {
+    "run": ("pwrite64",),
+    "plain": ("pwrite64",),
+    "load": ("pread64",),
+    "export": ("pread64", "pwrite64"),
+    "prune": (),
+}
+
+
+def lacking(scenario: Scenario, calls: Sequence[Key]) -> str:
+    """What a run that nothing disturbs should have done, and has not; empty if nothing."""
+    for name in _IN_PIECES[scenario.kind]:
+        most = max((key.n for key in calls if key.name == name), default=0)
+        if most < _SEVERAL:
+            return f"no file has {_SEVERAL} calls of {name}, but {most}"
+    made = {key.name for key in calls}
+    return "".join(f"no {name}" for name in scenario.makes if name not in made)
 
 
 def _outcome(seen: Sequence[Seen]) -> str:
@@ -265,15 +300,37 @@ def _object(
         named = {name for rank in bad for name in told[rank][1][2]}
         if not named & hurt:
             objections.append(f"no error names rank {sorted(hurt)}: {told[bad[0]][1]}")
+    if kills and bad and (scenario.kind == "run" or scenario.name == "restore"):
+        objections += _object_to_names(plan, kills, {rank: told[rank][1] for rank in bad})
     if "wrong" in found:
         return [*objections, found["wrong"]]
+    if scenario.name == "overlapped":
+        return objections + _object_to_overlapped(told, found["content"])
     objections += _object_to_content(scenario, {rank: told[rank][1] for rank in good}, found)
     if len(bad) == len(seen):
         objections += _object_to_failure(scenario, [told[rank][1] for rank in bad], found)
     if scenario.name == "restore" and any(one.fault.kind == "stays" for one in plan):
         # What cannot be read in several attempts is passed over for the one before.
-        older = f"loaded {(1, float(OLD))}"
+        older = f"loaded {(1, OLD)}"
         objections = [one for one in objections if one != older]
+    return objections
+
+
+def _object_to_names(
+    plan: Sequence[Planned], kills: Collection[int], errors: Mapping[int, Any]
+) -> list[str]:
+    """After a kill, each survivor that is told an error by a Checkpointer is told who is missing:
+    by an error that names a killed rank, and as missing nobody who lives. Another fault may have
+    failed the action before, or on another rank; its error names the rank of that fault. Of stock
+    DCP's collectives nothing is demanded: they say no more than that a connection was closed."""
+    others = {int(one.hit.split(":")[0]) for one in plan if one.fault.kind != "kill"}
+    objections = []
+    for rank, error in errors.items():
+        name, named = error[0], set(error[2])
+        if not named & {*kills, *others}:
+            objections.append(f"rank {rank}'s error names no rank that was killed: {error}")
+        elif name == "RanksLost" and not others and named - set(kills):
+            objections.append(f"rank {rank}'s error blames {sorted(named - set(kills))}: {error}")
     return objections
 
 
@@ -284,10 +341,10 @@ def _object_to_content(scenario: Scenario, results: Mapping[int, Any], found: An
     content = found["content"]
     if scenario.kind == "run":
         old = {1: OLD} if scenario.earlier else {}
-        step = 1 if scenario.name == "overwrite" else 2
+        ((step, _),) = scenario.saves.items()
         allowed = [old, {**old, step: NEW}]
         new = content.get(step) == NEW
-        if scenario.name == "job":
+        if scenario.prunes:
             allowed.append({step: NEW})
         objections = [] if content in allowed else [f"the directory holds {content}"]
         if results and not new:
@@ -330,6 +387,27 @@ def _object_to_failure(scenario: Scenario, told: Sequence[Any], found: Any) -> l
     return [f"the save was said to have failed, and the directory holds {found['content']}"]
 
 
+def _object_to_overlapped(told: Mapping[int, Any], content: Mapping[int, int]) -> list[str]:
+    """After saves that overlap, of which the newest two are kept. Whoever was told an error was
+    told, too, which saves were committed before."""
+    right = {1: OLD, **OVERLAPPED}
+    objections = []
+    if any(right.get(step) != value for step, value in content.items()) or not (
+        len(content) >= 2 or content == {1: OLD}
+    ):
+        objections.append(f"the directory holds {content}")
+    for rank, (kind, value) in told.items():
+        if kind == "ok" and value != list(OVERLAPPED):
+            objections.append(f"rank {rank} was told of success, and of commits of {value}")
+        objections += [
+            f"rank {rank} was told of a commit of step {step}; there is {content}"
+            for step in (value if kind == "ok" else value[4])
+            # It may have been removed for two that are newer.
+            if step not in content and sum(one > step for one in content) < 2
+        ]
+    return objections
+
+
 def _object_to_resume(scenario: Scenario, seen: Sequence[Seen], found: Any) -> list[str]:
     """After the next job has resumed from what the action left."""
     if scenario.kind != "run" or "wrong" in found:
@@ -352,7 +430,7 @@ def _object_to_end(scenario: Scenario, seen: Sequence[Seen], found: Any) -> list
         results = {rank: one.value[1] for rank, one in enumerate(seen)}
         return objections + _object_to_content(scenario, results, found)
     if scenario.kind == "run":
-        right = content.get(3) == NEXT and len(content) <= 2
+        right = content.get(scenario.next_step) == NEXT and len(content) <= 2
         if scenario.mirror and found["mirror"] != {3: NEXT}:
             objections.append(f"in the end the mirror holds {found['mirror']}")
     elif scenario.kind == "prune":
@@ -390,7 +468,17 @@ def _serve_judge(sock: socket.socket) -> None:
 def _find(scenario: Scenario, root: Path, is_over: bool) -> dict[str, Any]:
     run, plain, export = root / "run", root / "checkpoint", root / "export"
     found: dict[str, Any] = {"strays": []}
-    if scenario.kind == "export":
+    if scenario.nodes:
+        disks = sorted(root.glob("disk-*"))
+        found["content"] = judge.whole_node_local_run(disks, root.parent / "whole", is_over=is_over)
+        if is_over:
+            strays = [judge.strays(disk / "run", run=True, node=True) for disk in disks]
+            found["strays"] = [
+                f"{disk.name}/{name}"
+                for disk, names in zip(disks, strays, strict=True)
+                for name in names
+            ]
+    elif scenario.kind == "export":
         found["content"] = judge.exported(export)
         if is_over:
             found["strays"] = judge.strays_of_export(export)

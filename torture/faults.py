@@ -3,6 +3,7 @@
 ::
 
     python -m torture.faults [--cases N] [--pairs N] [--seed N] [--workers N] [--output FILE]
+    python -m torture.faults --sweep ...
     python -m torture.faults --case 'dcp-save@2/1:fsync:checkpoint/__1_ID.distcp:1=error=EIO'
 
 A case runs one scenario (`torture.scenarios`) with one fault, or two. It counts only if all of its
@@ -10,6 +11,10 @@ faults happened. Afterwards the directory must hold the old checkpoint or the ne
 pyckpt reads it and as PyTorch alone does; what the ranks were told must be true and the same; what
 comes next must succeed; and nothing may be left over. Exits 1 if there is anything to object to.
 The result adds up: a run adds itself to those that are in the file.
+
+The name of the call is drawn first, evenly; then the scenario, the kind of fault, and the place.
+Else most cases would be about the few calls of which there are many. With ``--sweep``, single
+faults go through every fault at every call instead, each once before any comes again.
 """
 
 from __future__ import annotations
@@ -36,18 +41,22 @@ from torture import results
 from torture.adding_up import added, code, next_seed, runs_in, summed
 from torture.cases import BOUND_S, Case, Desk, Verdict, case_of
 from torture.scenarios import SCENARIOS
-from torture.supervisor import STARVED_MAX_S, Fault, Key, Planned
+from torture.supervisor import STARVED_MAX_S, TRANSFERS, Fault, Key, Planned
 
 __all__ = ["faults_of", "main"]
 
 _ERRORS = ("EIO", "ENOSPC", "EINTR", "EDQUOT", "EAGAIN", "EMFILE", "ENOMEM")
 _OF_CLOSE = ("EIO", "ENOSPC", "EINTR", "EDQUOT")
 _OF_MEMORY = ("EAGAIN", "ENOMEM")
-_TRANSFERS = ("read", "write", "pread64", "pwrite64")
+_OF_LINKS = (*_ERRORS, "EMLINK", "EXDEV")  # upon the last two a file is copied instead
+_KINDS = {"kill": 2, "error": 4, "stays": 3, "short": 3, "delay": 1}
+"""How often each kind of fault is drawn, if it may happen to the call."""
 _LATER_MAX = 12  # how many calls after the first fault the second one comes, at most
 _SHARE_OF_FOUR = 0.15
 _CODE = ("pyckpt", "csrc", "torture")  # what is tried, and what tries it
 _SILENT_S = 6 * (BOUND_S + STARVED_MAX_S)  # no case takes longer; a worker so silent hangs
+
+_TRIES = 20  # how often a case that has come before is drawn again
 
 Profile = Mapping[tuple[str, int], Sequence[Key]]
 
@@ -59,15 +68,17 @@ def faults_of(name: str) -> list[Fault]:
         errors = _OF_CLOSE
     elif name in ("clone", "clone3", "mmap"):
         errors = _OF_MEMORY
+    elif name in ("link", "linkat"):
+        errors = _OF_LINKS
     faults = [Fault("kill"), *(Fault("error", getattr(errno, error)) for error in errors)]
     if name not in ("close", "clone", "clone3", "mmap"):
         faults += [Fault("stays", getattr(errno, error)) for error in errors if error != "EINTR"]
-    if name in _TRANSFERS:
+    if name in TRANSFERS:
         faults += [Fault("short", 0), Fault("short", 0.5)]
     return [*faults, Fault("delay", 0.25)]
 
 
-def singles(profile: Profile, rng: random.Random) -> Iterator[Case]:
+def sweep(profile: Profile, rng: random.Random) -> Iterator[Case]:
     """Every fault at every call, in random order; then again, with longer delays."""
     everything = [
         (name, size, key, fault)
@@ -80,21 +91,77 @@ def singles(profile: Profile, rng: random.Random) -> Iterator[Case]:
     while True:
         rng.shuffle(everything)
         for name, size, key, fault in everything:
-            if fault.kind == "delay":
-                fault = Fault(
-                    "delay", round(rng.uniform(0.05, 3), 2) if rng.random() < 0.2 else 0.25
-                )
-            yield Case(name, size, [Planned(fault, key)])
+            yield Case(name, size, [Planned(_drawn(fault, rng), key)])
+
+
+def _drawn(fault: Fault, rng: random.Random) -> Fault:
+    """The same; of delays, some are longer."""
+    if fault.kind == "delay" and rng.random() < 0.2:
+        return Fault("delay", round(rng.uniform(0.05, 3), 2))
+    return fault
+
+
+class _Draw:
+    """Draws the name of a call evenly, then where: first the scenario, then the call."""
+
+    def __init__(self, profile: Profile, rng: random.Random) -> None:
+        self._rng = rng
+        self._at: dict[str, dict[tuple[str, int], list[int]]] = {}
+        for where, keys in profile.items():
+            for n, key in enumerate(keys):
+                self._at.setdefault(key.name, {}).setdefault(where, []).append(n)
+        self._left: list[str] = []
+
+    def name(self) -> str:
+        """The name of a call."""
+        if not self._left:  # all names have had their turn
+            self._left = sorted(self._at)
+            self._rng.shuffle(self._left)
+        return self._left.pop()
+
+    def place(self, name: str) -> tuple[str, int, int]:
+        """A scenario, a number of ranks, and the position of a call of this name among theirs."""
+        found = self._at[name]
+        # Four ranks do what two do, for twice the time.
+        (where,) = self._rng.choices(list(found), [2 if size < 4 else 1 for _, size in found])
+        return (*where, self._rng.choice(found[where]))
+
+    def kind(self, name: str) -> str:
+        """A kind of fault that may happen to a call of this name."""
+        possible = {fault.kind for fault in faults_of(name)}
+        kinds = [kind for kind in _KINDS if kind in possible]
+        return self._rng.choices(kinds, [_KINDS[kind] for kind in kinds])[0]
+
+    def fault(self, name: str, kind: str) -> Fault:
+        """A fault of this kind."""
+        faults = [fault for fault in faults_of(name) if fault.kind == kind]
+        return _drawn(self._rng.choice(faults), self._rng)
+
+
+def singles(profile: Profile, rng: random.Random) -> Iterator[Case]:
+    """Faults. Of a rare call there are few cases, which come again: its threads may meet in another
+    order then."""
+    draw = _Draw(profile, rng)
+    seen: set[str] = set()
+    while True:
+        call = draw.name()
+        kind = draw.kind(call)
+        for _ in range(_TRIES):
+            name, size, at = draw.place(call)
+            case = Case(name, size, [Planned(draw.fault(call, kind), profile[name, size][at])])
+            if str(case) not in seen:
+                break
+        seen.add(str(case))
+        yield case
 
 
 def pairs(profile: Profile, rng: random.Random) -> Iterator[Case]:
     """A fault anywhere, and a second one at a call soon after it, or anywhere, on any rank."""
-    combinations = [one for one in profile for _ in range(4 // one[1])]
+    draw = _Draw(profile, rng)
     while True:
-        name, size = rng.choice(combinations)
+        name, size, at = draw.place(draw.name())
         keys = profile[name, size]
-        at = rng.randrange(len(keys))
-        fault = rng.choice(faults_of(keys[at].name))
+        fault = draw.fault(keys[at].name, draw.kind(keys[at].name))
         first = Planned(fault, keys[at])
         rank = rng.randrange(size)
         if fault.kind == "kill" and rank == keys[at].rank:
@@ -111,17 +178,21 @@ def pairs(profile: Profile, rng: random.Random) -> Iterator[Case]:
             second = Fault(kind, {"kill": 0.0, "delay": 0.25}.get(kind, value))
             yield Case(name, size, [first, Planned(second, after=(rank, later))])
         else:
-            keys = [key for key in keys[at + 1 :] if key.rank == rank]
-            if keys:
-                key = rng.choice(keys)
-                yield Case(name, size, [first, Planned(rng.choice(faults_of(key.name)), key)])
+            left = [key for key in keys[at + 1 :] if key.rank == rank]
+            if left:
+                call = rng.choice(sorted({key.name for key in left}))
+                key = rng.choice([key for key in left if key.name == call])
+                yield Case(
+                    name, size, [first, Planned(draw.fault(key.name, draw.kind(key.name)), key)]
+                )
 
 
 def profile_of(desk: Desk, names: Sequence[str], sizes: Sequence[int]) -> Profile:
-    """The calls of undisturbed runs."""
+    """The calls of undisturbed runs, of those scenarios for which this process may do all."""
     return {
         (name, size): desk.calls(SCENARIOS[name], size)
         for name in names
+        if os.geteuid() == 0 or not SCENARIOS[name].nodes
         for size in SCENARIOS[name].sizes
         if size in sizes
     }
@@ -263,6 +334,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=24 * 60.0,
         help="the most to take, in all, once the calls are known",
     )
+    parser.add_argument(
+        "--sweep", action="store_true", help="single faults go through every fault at every call"
+    )
     parser.add_argument("--seed", type=int, help="by default one that no run in the file had")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--scenarios", nargs="*", default=list(SCENARIOS), choices=SCENARIOS)
@@ -290,12 +364,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         until = begun + 60 * options.minutes
         count_of_pairs = options.cases if options.pairs is None else options.pairs
         both = {}
-        for make, count, seed, share in (
-            (singles, options.cases, options.seed, 0.5),
-            (pairs, count_of_pairs, options.seed + 1, 1.0),
+        for kind, make, count, seed, share in (
+            ("singles", sweep if options.sweep else singles, options.cases, options.seed, 0.5),
+            ("pairs", pairs, count_of_pairs, options.seed + 1, 1.0),
         ):
             end = begun + share * (until - begun)
-            both[make.__name__] = _share(profile, make, seed, count, options.workers, end, place)
+            both[kind] = _share(profile, make, seed, count, options.workers, end, place)
     finally:
         with suppress(OSError):
             os.rmdir(place)
@@ -304,6 +378,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         **{key: results.head()[key] for key in ("date", "commit", "changed")},
         "code": code(*_CODE),
         "seed": options.seed,
+        "sweep": options.sweep,
         "seconds": round(time.monotonic() - begun),
         "slowest_seconds": max(tally.slowest for tally in both.values()),
         "cpu_seconds": round(sum(os.times()[:4])),
@@ -329,7 +404,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, tally in both.items():
         print(
             f"{name}: {tally.verified} verified of {tally.run} run, "
-            f"{len(tally.deviations)} deviations"
+            f"{len(tally.deviations)} deviations; {tally.faults['delay']} delays among the faults"
         )
     print(path)
     counts = {"singles": options.cases, "pairs": count_of_pairs}

@@ -14,6 +14,7 @@ import platform
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 # x86-64, as in asm/unistd_64.h. How each says which file it is about: "fd", the first argument is a
@@ -27,6 +28,7 @@ CALLS: dict[str, tuple[int, str]] = {
     "fstat": (5, "fd"),
     "lstat": (6, "path"),
     "mmap": (9, "map"),
+    "ioctl": (16, "fd"),
     "pread64": (17, "fd"),
     "pwrite64": (18, "fd"),
     "readv": (19, "fd"),
@@ -72,6 +74,8 @@ _CONTINUE = 1
 _NOTIFICATION = struct.Struct("=QIIiIQ6Q")
 _ANSWER = struct.Struct("=QqiI")
 _AT_FDCWD = -100
+_NEW_MOUNTS = 0x00020000
+_BIND, _RECURSIVE, _PRIVATE = 1 << 12, 1 << 14, 1 << 18
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -131,6 +135,22 @@ def listener(names: Sequence[str] = tuple(CALLS)) -> int:
 def die_with_parent() -> None:
     """End this process when its parent ends, however that does."""
     _libc.prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
+
+
+def see_instead(at: Path, disk: Path) -> None:
+    """Have this process, and the threads that it starts, see the directory ``disk`` at the path
+    ``at``, which others do not, as if each were a node with a disk of its own. Needs root."""
+    disk.mkdir(parents=True, exist_ok=True)
+    at.mkdir(parents=True, exist_ok=True)
+    flag = ctypes.c_ulong
+    for result in (
+        _libc.unshare(_NEW_MOUNTS),
+        _libc.mount(b"none", b"/", None, flag(_RECURSIVE | _PRIVATE), None),
+        _libc.mount(os.fsencode(disk), os.fsencode(at), None, flag(_BIND), None),
+    ):
+        if result != 0:
+            error = ctypes.get_errno()
+            raise OSError(error, f"{at}: {os.strerror(error)}")
 
 
 def waited_for_processors(pid: int) -> float:

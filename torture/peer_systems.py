@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import pyckpt
-from torture.scenarios import TIMEOUT_S, Job, value_of
+from torture.scenarios import TIMEOUT_S, Job
 
 try:
     import torch_checkpointing as tc
@@ -28,7 +28,41 @@ else:
     from torch_checkpointing.barriers import DefaultStoreBarrierConfig
     from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-__all__ = ["SYSTEMS", "System", "full_tree"]
+__all__ = ["SYSTEMS", "PeerJob", "System", "full_tree", "value_of"]
+
+
+class PeerJob(Job):
+    """A rank of the comparison: its state is `full_tree`, and pyckpt is as it is by default."""
+
+    small_slots = False
+
+    def tree(self, value: float) -> dict[str, Any]:
+        tree = full_tree(float(value))
+        if self.mesh is not None:
+            model = tree["model"]
+            model["shared"] = distribute_tensor(
+                model["shared"], self.mesh, [Shard(0)], src_data_rank=None
+            )
+        return {**tree, "object": {"value": value}}
+
+
+def value_of(tree: Any) -> float | str:
+    """The one value that all of a tree has; or text that says what is wrong."""
+    found = set()
+
+    def look(node: Any) -> None:
+        if isinstance(node, DTensor):
+            node = node.to_local()
+        if isinstance(node, torch.Tensor):
+            found.update(torch.unique(node).tolist())  # type: ignore[no-untyped-call]
+        elif isinstance(node, dict):
+            for entry in node.values():
+                look(entry)
+        elif isinstance(node, int | float):
+            found.add(float(node))
+
+    look(tree)
+    return found.pop() if len(found) == 1 else f"a mixture: {sorted(found)[:8]}"
 
 
 def full_tree(value: float = 0) -> dict[str, Any]:
@@ -64,8 +98,8 @@ class System:
 
     name: str
     version: str
-    save: Callable[[Job, int, float], Callable[[], Any]]
-    load: Callable[[Job, int], Callable[[], Any]] | None
+    save: Callable[[PeerJob, int, float], Callable[[], Any]]
+    load: Callable[[PeerJob, int], Callable[[], Any]] | None
     look: Callable[[Path, int], float | str]
     complete: Callable[[Path], bool] = _described
     path: Callable[[Path, int], Path] = lambda root, step: root / f"step-{step}"
@@ -76,14 +110,14 @@ class System:
 # pyckpt
 
 
-def _direct_save(job: Job, step: int, value: float) -> Callable[[], Any]:
+def _direct_save(job: PeerJob, step: int, value: float) -> Callable[[], Any]:
     tree, path = job.tree(value), job.root / f"step-{step}"
     return lambda: state_dict_saver.save(
         tree, storage_writer=pyckpt.DirectWriter(path), no_dist=job.mesh is None
     )
 
 
-def _direct_load(job: Job, step: int) -> Callable[[], Any]:
+def _direct_load(job: PeerJob, step: int) -> Callable[[], Any]:
     def load() -> Any:
         tree = job.tree(0)
         reader = pyckpt.DirectReader(job.root / f"step-{step}")
@@ -93,12 +127,12 @@ def _direct_load(job: Job, step: int) -> Callable[[], Any]:
     return load
 
 
-def _save(job: Job, step: int, value: float) -> Callable[[], Any]:
+def _save(job: PeerJob, step: int, value: float) -> Callable[[], Any]:
     tree, path = job.tree(value), job.root / f"step-{step}"
     return lambda: pyckpt.save(tree, path, overwrite=True)
 
 
-def _load(job: Job, step: int) -> Callable[[], Any]:
+def _load(job: PeerJob, step: int) -> Callable[[], Any]:
     def load() -> Any:
         tree = job.tree(0)
         pyckpt.load(tree, job.root / f"step-{step}")
@@ -113,7 +147,7 @@ def _look(path: Path, _size: int) -> float | str:
     return value_of(tree)
 
 
-def _checkpointer_save(job: Job, step: int, value: float) -> Callable[[], Any]:
+def _checkpointer_save(job: PeerJob, step: int, value: float) -> Callable[[], Any]:
     tree, checkpointer = job.tree(value), job.checkpointer()
 
     def run() -> None:
@@ -123,7 +157,7 @@ def _checkpointer_save(job: Job, step: int, value: float) -> Callable[[], Any]:
     return run
 
 
-def _checkpointer_restore(job: Job, step: int) -> Callable[[], Any]:
+def _checkpointer_restore(job: PeerJob, step: int) -> Callable[[], Any]:
     checkpointer = job.checkpointer()
 
     def run() -> Any:
@@ -137,14 +171,14 @@ def _checkpointer_restore(job: Job, step: int) -> Callable[[], Any]:
 # PyTorch
 
 
-def _stock_save(job: Job, step: int, value: float, **options: Any) -> Callable[[], Any]:
+def _stock_save(job: PeerJob, step: int, value: float, **options: Any) -> Callable[[], Any]:
     tree, path = job.tree(value), job.root / f"step-{step}"
     return lambda: state_dict_saver.save(
         tree, storage_writer=FileSystemWriter(path, **options), no_dist=job.mesh is None
     )
 
 
-def _stock_async_save(job: Job, step: int, value: float) -> Callable[[], Any]:
+def _stock_async_save(job: PeerJob, step: int, value: float) -> Callable[[], Any]:
     tree, path = job.tree(value), job.root / f"step-{step}"
 
     def save() -> Any:
@@ -156,7 +190,7 @@ def _stock_async_save(job: Job, step: int, value: float) -> Callable[[], Any]:
     return save
 
 
-def _stock_load(job: Job, step: int) -> Callable[[], Any]:
+def _stock_load(job: PeerJob, step: int) -> Callable[[], Any]:
     def load() -> Any:
         tree = job.tree(0)
         reader = FileSystemReader(job.root / f"step-{step}")
@@ -172,7 +206,7 @@ def _stock_look(path: Path, _size: int) -> float | str:
     return value_of(tree)
 
 
-def _torch_save(job: Job, step: int, value: float) -> Callable[[], Any]:
+def _torch_save(job: PeerJob, step: int, value: float) -> Callable[[], Any]:
     tree, path = job.tree(value), job.root / f"step-{step}.pt"
 
     def save() -> None:
@@ -183,7 +217,7 @@ def _torch_save(job: Job, step: int, value: float) -> Callable[[], Any]:
     return save
 
 
-def _torch_load(job: Job, step: int) -> Callable[[], Any]:
+def _torch_load(job: PeerJob, step: int) -> Callable[[], Any]:
     return lambda: _torch_look(job.root / f"step-{step}.pt", 1)
 
 
@@ -201,7 +235,7 @@ def _local(node: Any) -> Any:
     return node.to_local() if isinstance(node, DTensor) else node
 
 
-def _manager(job: Job) -> Any:
+def _manager(job: PeerJob) -> Any:
     writer = tc.CheckpointWriterConfig(
         checkpoint_write_barrier_timeout_sec=int(TIMEOUT_S),
         # Its barrier takes names in the store of the process group, which cases share.
@@ -215,12 +249,12 @@ def _manager(job: Job) -> Any:
     )
 
 
-def _manager_save(job: Job, step: int, value: float) -> Callable[[], Any]:
+def _manager_save(job: PeerJob, step: int, value: float) -> Callable[[], Any]:
     manager, tree = _manager(job), _local(job.tree(value))
     return lambda: manager.save(str(job.root / f"step-{step}"), tree)
 
 
-def _manager_load(job: Job, step: int) -> Callable[[], Any]:
+def _manager_load(job: PeerJob, step: int) -> Callable[[], Any]:
     manager = _manager(job)
 
     def load() -> Any:

@@ -77,8 +77,8 @@ import torch
 
 from torture import results
 from torture.cases import BOUND_S, Desk
-from torture.peer_systems import SYSTEMS
-from torture.scenarios import NEW, OLD, Job, Stage, attempt
+from torture.peer_systems import SYSTEMS, PeerJob
+from torture.scenarios import NEW, OLD, Stage, attempt
 from torture.supervisor import Fault, Group, Key, Link, Planned, Seen, parse
 
 __all__ = ["KINDS", "OUTCOMES", "Cell", "classify", "main"]
@@ -175,10 +175,10 @@ class Bench(Desk):
     """Runs cases, one at a time."""
 
     def _group(
-        self, stage: Stage, work: Callable[[Job], Callable[[], Any]], **options: Any
+        self, stage: Stage, work: Callable[[PeerJob], Callable[[], Any]], **options: Any
     ) -> Group:
         def body(link: Link, rank: int) -> None:
-            job = Job(stage, rank, link.arm)
+            job = PeerJob(stage, rank, link.arm)
             action = work(job)
             if options:
                 job.arm()
@@ -187,14 +187,14 @@ class Bench(Desk):
 
         return Group(stage.size, body, root=str(stage.root), **options)
 
-    def _run(self, stage: Stage, work: Callable[[Job], Callable[[], Any]]) -> list[Seen]:
+    def _run(self, stage: Stage, work: Callable[[PeerJob], Callable[[], Any]]) -> list[Seen]:
         group = self._group(stage, work)
         try:
             return group.phase(0, time.monotonic() + BOUND_S)
         finally:
             group.close()
 
-    def _work(self, cell: Cell) -> Callable[[Job], Callable[[], Any]]:
+    def _work(self, cell: Cell) -> Callable[[PeerJob], Callable[[], Any]]:
         system = SYSTEMS[cell.system]
         if cell.situation == "load":
             assert system.load is not None

@@ -1,20 +1,22 @@
 """What runs under faults. Each scenario has a directory with an earlier checkpoint, or an empty
 one; an action, during which the faults happen; and what comes next, without faults.
 
-Values tell which save they are of: every element of every tensor is the number of the save. `OLD`
-is what the directory holds, `NEW` what the action saves, `NEXT` what is saved after it.
+`OLD` is what the directory holds, `NEW` what the action saves, `NEXT` what is saved after it. Each
+element of a state tells which save, which tensor and which place in it it is of (`tree_of`), so
+that nothing can be missing, or stand in another's place, and look right.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import pkgutil
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from pyckpt.tools import pruning
 from pyckpt.train import first_plan
 from pyckpt.train.store.retention import Retention
 from pyckpt.train.tiers import promotion
+from torture import kernel
 from torture.supervisor import Link
 
 # Imported here, so that the children need not.
@@ -58,19 +61,37 @@ __all__ = [
     "NEW",
     "NEXT",
     "OLD",
+    "OVERLAPPED",
     "SCENARIOS",
     "Scenario",
     "Stage",
     "body_of",
     "prepare",
     "settle",
+    "tensors_of",
+    "tree_of",
     "value_of",
 ]
 
 OLD, NEW, NEXT = 1, 2, 3
+_LATER = (4, 5)  # what an action saves after NEW, if it saves more
 TIMEOUT_S = 15.0
 """After this, ranks stop waiting for each other."""
-_SHAPE = (8, 3000)
+
+# Smaller than the part of `shared` that one of four ranks has, and fewer than the tensors: so files
+# take several writes and reads, items go through several slots, and slots are used again.
+_ENGINE = {"max_pinned_bytes": 8 << 20, "slot_bytes": 8 << 10, "io_threads": 2}
+
+_SHARDED = {"shared": (8, 3000), "fixed": (8, 700)}
+"""Tensors of which each rank has some rows."""
+_WHOLE = {"small": (3,), **{f"layer{i}": (600 + i,) for i in range(5)}}
+"""Tensors that all ranks have."""
+OVERLAPPED = {2: NEW, 3: _LATER[0], 4: _LATER[1]}
+"""The steps and values of saves that overlap."""
+_FIXED = "fixed"
+"""The tensor that is the same in all saves."""
+_PLACES = 1 << 15  # more than a tensor has elements
+_TENSORS = 16  # more than there are
 
 
 @dataclass
@@ -88,18 +109,22 @@ class Stage:
 class Job:
     """One rank of a case: what it needs to save and load."""
 
+    small_slots = True
+
     def __init__(self, stage: Stage, rank: int, arm: Callable[[], None] = lambda: None) -> None:
         self.stage = stage
         self.rank = rank
         self.arm = arm
         self.root = stage.root
         self.first = NEW  # what actions begin with
+        self.options: dict[str, Any] = {}  # of its Checkpointers
+        self.home = stage.root  # where these have their directory
         self.mesh: DeviceMesh | None = None
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
-        # Of the default engine, which is made when it is first used. Its small slots let a file
-        # take several writes.
-        pyckpt.Engine.__init__.__defaults__ = (8 << 20, 32 << 10, 2)
+        if self.small_slots:
+            # Of the default engine, which is made when it is first used, under faults.
+            pyckpt.Engine.__init__.__kwdefaults__ = dict(_ENGINE)
         first_plan._WORTH_BYTES = 0  # small states, too, are copied by the plan
         promotion._FIRST_DELAY_SECONDS = 0.02  # a mirror tries again after this and its multiples
         if stage.size > 1:
@@ -118,40 +143,78 @@ class Job:
             )
             self.mesh = DeviceMesh("cpu", list(range(stage.size)))
 
-    def tensors(self, value: float) -> dict[str, Any]:
-        whole = torch.full(_SHAPE, float(value))
+    def tree(self, value: int) -> dict[str, Any]:
+        """`tree_of` a value, as this rank has it."""
+        tree = tree_of(value)
         if self.mesh is not None:
-            whole = distribute_tensor(whole, self.mesh, [Shard(0)], src_data_rank=None)
-        return {"shared": whole, "small": torch.full((3,), float(value))}
-
-    def tree(self, value: float) -> dict[str, Any]:
-        return {"model": self.tensors(value), "object": {"value": value}}
+            model = tree["model"]
+            for name in _SHARDED:
+                model[name] = distribute_tensor(
+                    model[name], self.mesh, [Shard(0)], src_data_rank=None
+                )
+        return tree
 
     def checkpointer(self, **options: Any) -> pyckpt.Checkpointer:
-        options = {"keep_last": 2, "timeout": TIMEOUT_S, **options}
-        return pyckpt.Checkpointer(self.root / "run", **options)
+        options = {"keep_last": 2, "timeout": TIMEOUT_S, **options, **self.options}
+        return pyckpt.Checkpointer(self.home / "run", **options)
 
     def writer(self) -> pyckpt.DirectWriter:
         return pyckpt.DirectWriter(self.root / "checkpoint")
 
 
-def value_of(tree: Any) -> float | str:
-    """The one value that all of a tree has; or text that says what is wrong."""
-    found = set()
+def tensors_of(value: int) -> dict[str, torch.Tensor]:
+    """The tensors of a save, whole: no element is equal to another one, or to one of another save,
+    but for the tensor that stays as it is. Of value 0, which no save has, all are zeros."""
+    found = {}
+    for i, (name, shape) in enumerate({**_SHARDED, **_WHOLE}.items()):
+        places = torch.arange(float(math.prod(shape))).reshape(shape)
+        first = ((0 if name == _FIXED else value) * _TENSORS + i) * _PLACES
+        found[name] = places + first if value else torch.zeros_like(places)
+    return found
 
-    def look(node: Any) -> None:
-        if isinstance(node, DTensor):
-            node = node.to_local()
-        if isinstance(node, torch.Tensor):
-            found.update(torch.unique(node).tolist())  # type: ignore[no-untyped-call]
-        elif isinstance(node, dict):
-            for entry in node.values():
-                look(entry)
-        elif isinstance(node, int | float):
-            found.add(float(node))
 
-    look(tree)
-    return found.pop() if len(found) == 1 else f"a mixture: {sorted(found)[:8]}"
+def tree_of(value: int) -> dict[str, Any]:
+    """The state of a save, as one process has it."""
+    return {"model": tensors_of(value), "object": {"value": value, "text": f"value {value}"}}
+
+
+def value_of(tree: Any, like: Callable[[int], Any] = tree_of) -> int | str:
+    """Which save a tree is of, whole; or text that says what is wrong with it. A tree of a rank's
+    shards is compared with these."""
+    wrong = {value: _differences(tree, like(value)) for value in (OLD, NEW, NEXT, *_LATER)}
+    value = min(wrong, key=lambda one: len(wrong[one]))
+    return f"not value {value}: {'; '.join(wrong[value][:4])}" if wrong[value] else value
+
+
+def _differences(found: Any, right: Any, name: str = "") -> list[str]:
+    if isinstance(right, dict):
+        if not isinstance(found, dict):
+            return [f"{name or 'the state'} is {found!r}"]
+        lost, more = right.keys() - found.keys(), found.keys() - right.keys()
+        differences = [f"{name}{key} is missing" for key in sorted(lost)]
+        differences += [f"{name}{key} is there" for key in sorted(more)]
+        for key in sorted(right.keys() & found.keys()):
+            differences += _differences(found[key], right[key], f"{name}{key}.")
+        return differences
+    name = name.removesuffix(".")
+    if not isinstance(right, torch.Tensor):
+        return [] if type(found) is type(right) and found == right else [f"{name} is {found!r}"]
+    if not isinstance(found, torch.Tensor):
+        return [f"{name} is {found!r}"]
+    if found.shape != right.shape or found.dtype != right.dtype:
+        return [f"{name} is {tuple(found.shape)} of {found.dtype}"]
+    if isinstance(found, DTensor):
+        rows = right.chunk(found.device_mesh.size())[found.device_mesh.get_rank()]
+        found, right = found.to_local(), rows
+        if found.shape != right.shape:
+            return [f"{name}'s shard is {tuple(found.shape)}"]
+    if torch.equal(found, right):
+        return []
+    bad = (found != right).flatten()
+    at = int(bad.nonzero()[0])
+    return [
+        f"{name} has {int(bad.sum())} wrong elements, first {found.flatten()[at].item():g} at {at}"
+    ]
 
 
 def attempt(action: Callable[[], Any]) -> tuple[str, Any]:
@@ -203,6 +266,26 @@ def _whole_job(job: Job) -> Steps:
             checkpointer.step(2, job.tree(NEW))
 
     yield attempt(run)
+    yield "restart", None
+
+
+def _overlapped(job: Job) -> Steps:
+    """Saves that nobody waits for before the next: each is under way while the program goes on to
+    the next one, which is copied, and earlier checkpoints are removed meanwhile."""
+    checkpointer = job.checkpointer()
+    handles: list[pyckpt.SaveHandle] = []
+    job.arm()
+
+    def run() -> None:
+        with checkpointer:
+            for step, value in OVERLAPPED.items():
+                handles.append(checkpointer.save(step, job.tree(value)))
+            checkpointer.wait()
+
+    kind, told = attempt(run)
+    done = [one for one in handles if one.committed.done() and one.committed.exception() is None]
+    committed = [one.step for one in done]
+    yield kind, (*told, committed) if kind == "error" else committed
     yield "restart", None
 
 
@@ -328,6 +411,10 @@ class Scenario:
         sizes: numbers of ranks.
         earlier: whether a checkpoint is there before it.
         mirror: whether checkpoints are brought to a mirror.
+        options: of its Checkpointers.
+        nodes: whether each rank is a node with a disk of its own, at the same path. Needs root.
+        saves: for "run", the steps that the action saves, and their values.
+        makes: calls that the scenario is there for: a run that nothing disturbs makes each.
     """
 
     name: str
@@ -336,6 +423,20 @@ class Scenario:
     sizes: tuple[int, ...] = (1, 2, 4)
     earlier: bool = True
     mirror: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    nodes: bool = False
+    saves: Mapping[int, int] = field(default_factory=lambda: {2: NEW})
+    makes: tuple[str, ...] = ()
+
+    @property
+    def prunes(self) -> bool:
+        """Whether what was there before the action is removed when it has succeeded."""
+        return self.action is _whole_job
+
+    @property
+    def next_step(self) -> int:
+        """What the next job saves."""
+        return max(2, *self.saves) + 1
 
 
 SCENARIOS = {
@@ -343,8 +444,26 @@ SCENARIOS = {
     for scenario in (
         Scenario("first-save", "run", _checkpointer_save, earlier=False),
         Scenario("next-save", "run", _checkpointer_save),
-        Scenario("overwrite", "run", lambda job: _checkpointer_save(job, step=1)),
-        Scenario("job", "run", _whole_job),
+        Scenario("overwrite", "run", lambda job: _checkpointer_save(job, step=1), saves={1: NEW}),
+        Scenario("job", "run", _whole_job, makes=("renameat", "unlinkat")),
+        Scenario("overlapped", "run", _overlapped, saves=OVERLAPPED, makes=("renameat",)),
+        # The save links a file of the checkpoint that is removed after it.
+        Scenario(
+            "frozen",
+            "run",
+            _whole_job,
+            options={"frozen": f"model.{_FIXED}"},
+            makes=("link", "renameat"),
+        ),
+        Scenario(
+            "node-local",
+            "run",
+            _whole_job,
+            sizes=(2, 4),
+            options={"node_local": True},
+            nodes=True,
+            makes=("renameat",),
+        ),
         Scenario("mirror", "run", _mirrored, mirror=True),
         Scenario("restore", "load", _restore),
         Scenario("save", "plain", _save, sizes=(1, 2)),
@@ -360,11 +479,22 @@ SCENARIOS = {
 }
 
 
+def _job_of(
+    scenario: Scenario, stage: Stage, rank: int, arm: Callable[[], None] = lambda: None
+) -> Job:
+    job = Job(stage, rank, arm)
+    job.options = dict(scenario.options)
+    if scenario.nodes:
+        job.home = job.root / "disk"
+        kernel.see_instead(job.home, job.root / f"disk-{rank}")
+    return job
+
+
 def body_of(scenario: Scenario, stage: Stage) -> Callable[[Link, int], None]:
     """What a rank of a case runs."""
 
     def body(link: Link, rank: int) -> None:
-        for said in scenario.action(Job(stage, rank, link.arm)):
+        for said in scenario.action(_job_of(scenario, stage, rank, link.arm)):
             link.say("said", said)
             if not link.wait():
                 return
@@ -376,7 +506,7 @@ def prepare(scenario: Scenario, stage: Stage) -> Callable[[Link, int], None]:
     """What ranks run, once, to make the directory that each case of a scenario begins with."""
 
     def body(link: Link, rank: int) -> None:
-        job = Job(stage, rank)
+        job = _job_of(scenario, stage, rank)
         if scenario.earlier:
             plain = job.root / "checkpoint"
             if scenario.kind in ("plain", "load", "export"):
@@ -402,7 +532,7 @@ def settle(scenario: Scenario, stage: Stage) -> Callable[[Link, int], None]:
     Whatever the case has left must be gone by then."""
 
     def body(link: Link, rank: int) -> None:
-        job = Job(stage, rank)
+        job = _job_of(scenario, stage, rank)
 
         def run() -> int | None:
             options: dict[str, Any] = {}
@@ -410,7 +540,7 @@ def settle(scenario: Scenario, stage: Stage) -> Callable[[Link, int], None]:
                 options = {"mirror": job.root / "mirror", "mirror_keep_last": 1}
             with job.checkpointer(**options) as checkpointer:
                 step = checkpointer.restore(job.tree(0))
-                checkpointer.save(3, job.tree(NEXT)).wait()
+                checkpointer.save(scenario.next_step, job.tree(NEXT)).wait()
             return step
 
         if scenario.kind == "run":

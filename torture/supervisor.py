@@ -14,6 +14,7 @@ import re
 import select
 import signal
 import socket
+import stat
 import struct
 import sys
 import time
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 
 from torture import kernel
 
-__all__ = ["STARVED_MAX_S", "Fault", "Group", "Key", "Link", "Planned", "Seen"]
+__all__ = ["STARVED_MAX_S", "TRANSFERS", "Fault", "Group", "Key", "Link", "Planned", "Seen"]
 
 STARVED_MAX_S = 240.0
 """What a deadline gives, at most, for the time in which ranks waited for a processor. A rank that
@@ -36,6 +37,10 @@ _LARGE = 1 << 20  # a mapping of this many bytes counts as memory that a system 
 _IDENTITY = re.compile("[0-9a-f]{32}")
 _O_DIRECT = 0o40000
 _BLOCK = 4096
+_TCGETS = 0x5401  # whether it is a terminal, which Python asks of each file that it opens
+_READS, _WRITES = ("read", "pread64"), ("write", "pwrite64")
+TRANSFERS = (*_READS, *_WRITES, "sendfile")
+"""Calls that may transfer less than they were asked for."""
 
 
 class Key(NamedTuple):
@@ -58,7 +63,8 @@ class Fault(NamedTuple):
         "kill": the rank is killed before the call happens.
         "error": the call fails with the errno ``value``, and has no effect (but ``close`` closes).
         "stays": the same, and so do all later calls of its name on this rank.
-        "short": the call reads or writes only this part of the bytes that it was asked for.
+        "short": the call transfers only this part of the bytes that it would have: at least one
+            byte, or, where the page cache is bypassed, whole blocks, and at least one.
         "delay": the call happens after this many seconds.
     """
 
@@ -378,7 +384,9 @@ class Group:
     def _key(self, child: _Child, call: kernel.Notified) -> Key | None:
         if call.name in ("clone", "clone3"):
             path = "(thread)"
-        elif call.name == "mmap" and call.arguments[1] < _LARGE:
+        elif (call.name == "mmap" and call.arguments[1] < _LARGE) or (
+            call.name == "ioctl" and call.arguments[1] == _TCGETS
+        ):
             return None
         else:
             found = kernel.path_of(call)
@@ -427,22 +435,54 @@ class Group:
         kernel.fail(listener, call, error)
 
     def _short(self, child: _Child, call: kernel.Notified, part: float) -> int | None:
-        """Do a part of a transfer in the place of the child."""
-        if call.name not in ("read", "write", "pread64", "pwrite64"):
+        """Do a part of a transfer in the place of the child. None: it has no part that is less than
+        the whole, or is no transfer."""
+        if call.name not in TRANSFERS:
             return None
-        number, address, count = call.arguments[:3]
-        want = max(1, int(count * part))
+        number = call.arguments[1 if call.name == "sendfile" else 0]
         with open(f"/proc/{call.tid}/fdinfo/{number}") as info:
-            flags = next(int(line.split()[1], 8) for line in info if line.startswith("flags:"))
-        if flags & _O_DIRECT:
-            want -= want % _BLOCK
-        if not 0 < want < count:
-            return None
+            fields = dict(line.split(":", 1) for line in info if ":" in line)
         descriptor = kernel.take_fd(child.pidfd, number)
         try:
-            return _transfer(descriptor, call, address, want)
+            count = _count(call, descriptor, int(fields["pos"]))
+            want = max(1, int(count * part))
+            if int(fields["flags"], 8) & _O_DIRECT:
+                want = max(_BLOCK, want - want % _BLOCK)
+            if not 0 < want < count:
+                return None
+            if call.name != "sendfile":
+                return _transfer(descriptor, call, want)
+            target = kernel.take_fd(child.pidfd, call.arguments[0])
+            try:
+                # Whoever passes an offset goes on by what is returned.
+                return os.sendfile(target, descriptor, _offset(call), want)
+            finally:
+                os.close(target)
         finally:
             os.close(descriptor)
+
+
+def _offset(call: kernel.Notified) -> int | None:
+    """From where sendfile reads; None: from where its file stands."""
+    address = call.arguments[2]
+    if address == 0:
+        return None
+    with open(f"/proc/{call.tid}/mem", "rb", buffering=0) as memory:
+        return int.from_bytes(os.pread(memory.fileno(), 8, address), sys.byteorder)
+
+
+def _count(call: kernel.Notified, descriptor: int, position: int) -> int:
+    """How many bytes a call would transfer: who reads may ask for more than the file has."""
+    count = call.arguments[3 if call.name == "sendfile" else 2]
+    if call.name in _WRITES:
+        return count
+    if call.name == "pread64":
+        position = call.arguments[3]
+    elif call.name == "sendfile":
+        offset = _offset(call)
+        position = position if offset is None else offset
+    status = os.fstat(descriptor)
+    return min(count, status.st_size - position) if stat.S_ISREG(status.st_mode) else count
 
 
 _descriptors: list[int] = []
@@ -454,16 +494,16 @@ def _devnull() -> int:
     return _descriptors[0]
 
 
-def _transfer(descriptor: int, call: kernel.Notified, address: int, count: int) -> int:
+def _transfer(descriptor: int, call: kernel.Notified, count: int) -> int:
     import mmap
 
-    offset = call.arguments[3]
+    address, offset = call.arguments[1], call.arguments[3]
     with (
         open(f"/proc/{call.tid}/mem", "r+b", buffering=0) as memory,
         mmap.mmap(-1, count) as aligned,
         memoryview(aligned) as whole,
     ):
-        if call.name in ("write", "pwrite64"):
+        if call.name in _WRITES:
             whole[:] = os.pread(memory.fileno(), count, address)
             if call.name == "write":
                 return os.write(descriptor, whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -82,6 +83,67 @@ def no_sweep_of_earlier_jobs(place: Path) -> None:
     pruner.sweep = lambda *args, **options: None
 
 
+def nobody_is_missing(place: Path) -> None:
+    """Whoever finds that ranks are lost does not say which."""
+    from pyckpt.train.sync.roll_call import RollCall
+
+    RollCall.missing = lambda self: []  # type: ignore[method-assign]
+
+
+def all_are_missing(place: Path) -> None:
+    """Whoever finds that ranks are lost blames all of them."""
+    from pyckpt.train.sync.roll_call import RollCall
+
+    RollCall.missing = lambda self: [0, 1]  # type: ignore[method-assign]
+
+
+def early_prune(place: Path) -> None:
+    """Of the newest checkpoints, one less is kept than was asked for."""
+    from pyckpt.train.store.retention import Retention
+
+    init = Retention.__init__
+
+    def made(self: Any, keep_last: int | None = None, *args: Any) -> None:
+        init(self, None if keep_last is None else max(1, keep_last - 1), *args)
+
+    Retention.__init__ = made  # type: ignore[method-assign]
+
+
+def emptied_before_it_is_removed(place: Path) -> None:
+    """What is removed is emptied first, which reaches those that have it by a link."""
+    real = os.unlink
+
+    def unlink(path: Any, *, dir_fd: int | None = None) -> None:
+        if str(path).endswith(".distcp"):
+            os.close(os.open(path, os.O_WRONLY | os.O_TRUNC, dir_fd=dir_fd))
+        real(path, dir_fd=dir_fd)
+
+    os.unlink = unlink
+    Path.unlink = lambda self, missing_ok=False: unlink(self)  # type: ignore[method-assign]
+
+
+def nothing_settled(place: Path) -> None:
+    """A commit that some nodes have made, and others have not, stays so."""
+    from pyckpt.train.nodes.committing import NodeCommit
+
+    NodeCommit._settle = lambda *args, **options: None  # type: ignore[method-assign]
+
+
+def lost_write(place: Path) -> None:
+    """A state is saved without one of its tensors."""
+    from torture import scenarios
+
+    real = scenarios.Job.tree
+
+    def tree(self: Any, value: int) -> Any:
+        found = real(self, value)
+        if value == scenarios.NEW:
+            del found["model"]["layer3"]
+        return found
+
+    scenarios.Job.tree = tree  # type: ignore[method-assign]
+
+
 def judge(pipe: Pipe, place: Path, defect: Callable[[Path], None] | None, text: str) -> Any:
     from torture.cases import Desk, case_of
 
@@ -98,6 +160,9 @@ def judge(pipe: Pipe, place: Path, defect: Callable[[Path], None] | None, text: 
 
 RENAME = "0:rename:checkpoint/.metadata.ID.tmp:1"
 OVERWRITE = "overwrite@1/0:rename:run/step-00000001/.metadata.ID.tmp:1=kill"
+LOST = "next-save@2/1:fsync:run/step-00000002/__1_ID.distcp:1=kill"
+OF_THIRD = "0:rename:run/step-00000003/.metadata.ID.tmp:1"
+OF_NODE = "1:rename:disk/run/.pyckpt/pending-ID-step-00000002:1"
 
 
 @pytest.mark.parametrize(
@@ -110,6 +175,17 @@ OVERWRITE = "overwrite@1/0:rename:run/step-00000001/.metadata.ID.tmp:1=kill"
         (false_failure, "next-save@2/0:fsync:run/step-00000002:3=error=EIO", "said to have failed"),
         (no_sweep, f"dcp-save@1/{RENAME}=kill", "stray"),
         (no_sweep_of_earlier_jobs, OVERWRITE, "stray"),
+        (lost_write, f"dcp-save@1/{RENAME}=delay=0.01", "layer3 is missing"),
+        (nobody_is_missing, LOST, "names no rank that was killed"),
+        (all_are_missing, LOST, "blames [0]"),
+        (early_prune, f"overlapped@1/{OF_THIRD}=delay=0.01", "there is {4: 5}"),
+        (false_success, f"overlapped@1/{OF_THIRD}=error=EIO", "told of a commit of step 3"),
+        (nothing_settled, f"node-local@2/{OF_NODE}=kill", "resumed from 1, and not from 2"),
+        (
+            emptied_before_it_is_removed,
+            "frozen@1/0:link:run/step-00000001/__0_ID.frozen.distcp:1=delay=0.01",
+            "damaged",
+        ),
     ],
 )
 def test_a_planted_defect_is_seen(
@@ -128,7 +204,15 @@ def test_a_planted_defect_is_seen(
         OVERWRITE,
         "dcp-save@1/0:fsync:checkpoint:2=error=EIO",
         "next-save@2/0:fsync:run/step-00000002:3=error=EIO",
+        LOST,
+        f"overlapped@2/{OF_THIRD}=error=EIO",
+        f"overlapped@1/{OF_THIRD}=kill",
+        "frozen@2/1:link:run/step-00000001/__1_ID.frozen.distcp:1=error=EXDEV",
+        f"node-local@2/{OF_NODE}=kill",
+        # One node has removed its part of the earlier checkpoint, and the other has not.
+        "node-local@2/0:renameat:disk/run/step-00000001/.metadata:1=kill",
         "dcp-save@2/1:pwrite64:checkpoint/__1_ID.distcp:1=short=0.5",
+        "dcp-save@2/1:pwrite64:checkpoint/__1_ID.distcp:2=short=0",
         "dcp-save@2/1:pwrite64:checkpoint/__1_ID.distcp:1=error=ENOSPC;"
         "0:fsync:checkpoint/__0_ID.distcp:1=error=EIO",
         "load@2/1:pread64:checkpoint/__1_ID.distcp:1=error=EIO",
@@ -146,7 +230,7 @@ def test_what_is_sound_passes(case: str, tmp_path: Path) -> None:
         "dcp-save@1/0:close:checkpoint:3=error=EIO",
         # Of what an export that fails leaves.
         "export@1/0:openat:export/.pyckpt-export-ID:2=stays=EMFILE",
-        "export@1/0:pwrite64:export/.pyckpt-export-ID/model-00002-of-00002.safetensors:1=stays=EIO;"
+        "export@1/0:pwrite64:export/.pyckpt-export-ID/model-00002-of-00003.safetensors:1=stays=EIO;"
         "+0:1=stays=EDQUOT",
         "overwrite@2/0:flock:run/step-00000001/__1_ID.distcp:1=error=EAGAIN",
         "restore@1/0:read:run/step-00000002/.metadata:1=error=EAGAIN",

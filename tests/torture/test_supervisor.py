@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import mmap
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +19,7 @@ from torture.supervisor import Fault, Group, Key, Link, Planned, Seen, parse
 
 pytestmark = pytest.mark.skipif(not kernel.supported(), reason="needs Linux on x86-64")
 
+_GET_VERSION = 0x80087601  # FS_IOC_GETVERSION
 CONTENT = b"0123456789abcdef"
 
 
@@ -78,7 +81,8 @@ def outcome(tmp_path: Path, text: str, size: int = 1) -> tuple[list[Seen], list[
         ("0:fsync:0/file:1=error=EIO", ("error", errno.EIO)),
         ("0:close:0/file:1=error=EDQUOT", ("error", errno.EDQUOT)),
         ("0:write:0/file:1=short=0.5", ("ok", (8, CONTENT[:8]))),
-        ("0:pread64:0/file:1=short=0.04", ("ok", (16, CONTENT[:4]))),
+        # Of the 100 bytes that it asks for there are 16.
+        ("0:pread64:0/file:1=short=0.25", ("ok", (16, CONTENT[:4]))),
         ("0:write:0/file:1=error=EINTR", ("ok", (16, CONTENT))),  # Python repeats it
         ("0:fsync:0/file:1=delay=0.01", ("ok", (16, CONTENT))),
     ],
@@ -107,6 +111,52 @@ def test_what_does_not_happen_does_not_count(tmp_path: Path) -> None:
     (seen,), hits = outcome(tmp_path, "0:write:0/file:2=kill;0:fsync:elsewhere:1=error=EIO")
     assert seen == Seen("said", ("ok", (16, CONTENT)))
     assert hits == ["", ""]
+
+
+def transfer(pipe: Pipe, root: Path, how: str, fault: str) -> tuple[Any, str]:
+    """What a call was told, and the call to which the fault happened."""
+
+    def body(link: Link, rank: int) -> None:
+        source = os.open(root / "source", os.O_RDWR | os.O_CREAT)
+        os.write(source, CONTENT)
+        flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if how == "direct" else 0)
+        target = os.open(root / "target", flags)
+        blocks = mmap.mmap(-1, 3 * 4096)
+        link.arm()
+        try:
+            if how == "sendfile":
+                count = os.sendfile(target, source, 1, 100)
+                link.say("said", (count, os.pread(target, 100, 0)))
+            elif how == "ioctl":
+                link.say("said", fcntl.ioctl(target, _GET_VERSION, bytes(8)))
+            else:
+                link.say("said", os.pwrite(target, blocks, 0))
+        except OSError as error:
+            link.say("said", error.errno)
+
+    plan = parse(fault)
+    group = Group(1, body, root=str(root), plan=[plan])
+    (seen,) = group.phase(0, time.monotonic() + 60)
+    group.close()
+    return seen.value, plan.hit
+
+
+@pytest.mark.parametrize(
+    ("how", "fault", "said"),
+    [
+        ("direct", "0:pwrite64:target:1=short=0", 4096),
+        ("direct", "0:pwrite64:target:1=short=0.5", 4096),
+        ("through the page cache", "0:pwrite64:target:1=short=0", 1),
+        ("through the page cache", "0:pwrite64:target:1=short=0.5", 6144),
+        ("sendfile", "0:sendfile:target:1=short=0.5", (7, CONTENT[1:8])),
+        ("ioctl", "0:ioctl:target:1=error=EIO", errno.EIO),
+    ],
+)
+def test_a_part_is_transferred(how: str, fault: str, said: Any, tmp_path: Path) -> None:
+    found, hit = run_child(transfer, tmp_path, how, fault)
+    assert found == said
+    assert fault.startswith(hit)
+    assert hit
 
 
 def hang(pipe: Pipe, root: Path) -> list[Seen]:
