@@ -492,16 +492,16 @@ def test_a_save_that_fails_after_its_commit_leaves_no_mark(
     path = tmp_path / "step-00000002"
     with pyckpt.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"x": torch.zeros(4)}).wait()
-        sync = commit.sync_directory
+        sync = commit.sync_opened_directory
 
-        def fails(directory: Path) -> None:
+        def fails(descriptor: int, directory: Path) -> None:
             if (directory / ".metadata").exists() and not failures:
                 failures.append(OSError(5, "Input/output error", str(directory)))
                 raise failures[0]
-            sync(directory)
+            sync(descriptor, directory)
 
         failures: list[OSError] = []
-        monkeypatch.setattr(commit, "sync_directory", fails)
+        monkeypatch.setattr(commit, "sync_opened_directory", fails)
         with pytest.raises(OSError, match="Input/output error"):
             checkpointer.save(2, {"x": torch.ones(4)}).wait()
         assert {".metadata", ".saving"} <= set(os.listdir(path))
