@@ -44,7 +44,7 @@ def added(
 ) -> list[dict[str, Any]]:
     """The runs, with one more. A run that agrees in what is named ``same`` tried the same inputs:
     the new one takes its place."""
-    return [*(one for one in runs if any(one[key] != run[key] for key in same)), run]
+    return [*(one for one in runs if any(one.get(key) != run.get(key) for key in same)), run]
 
 
 def summed(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -122,10 +122,11 @@ def main() -> int:
         "code": code(*CODE),
         "seed": arguments.seed,
         "guided": guided,
+        "only": arguments.only,
         "left_out": natives if lacks else [],
         "parsers": found,
     }
-    runs = added(runs_in(arguments.output), run, ("seed", "code", "guided"))
+    runs = added(runs_in(arguments.output), run, ("seed", "code", "guided", "only"))
     sums = totals(runs)
     write(
         "fuzz",
