@@ -448,6 +448,18 @@ def test_a_skipped_test_is_no_pass_but_a_warning_is(
     assert done.returncode == code
 
 
+def test_packages_that_a_machine_lacks_take_no_other_tests_away(tmp_path: Path) -> None:
+    for package in ("moto", "obstore", "sybil", "typer"):
+        (tmp_path / f"{package}.py").write_text("raise ImportError('not on that machine')\n")
+    done = run(
+        *(sys.executable, ROOT / "scripts" / "gpu_tests.py"),
+        *("--collect-only", "-q", "-p", "no:cacheprovider"),
+        PYTHONPATH=str(tmp_path),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_stager_cuda.py::" in done.stdout
+
+
 def test_debugging_synchronisations_is_no_error() -> None:
     """Torch says this once a process, where a test first looks for them on a GPU."""
     warnings.warn(PROTOTYPE, stacklevel=1)  # raises, unless pytest is told to pass over it
