@@ -67,10 +67,13 @@ void StreamJob::take(std::byte* to) {
     }
     const Lock lock(mutex_);
     --active_;
-    if (!error_) bytes_written_.fetch_add(window.size, std::memory_order_relaxed);
+    // Looked at with the lock: a failure that comes later is none of this window's, and `finish`
+    // may have found all of them taken.
+    failed = error_ != nullptr;
+    if (!failed) bytes_written_.fetch_add(window.size, std::memory_order_relaxed);
     changed_.notify_all();
   }
-  rethrow_if_failed();
+  if (failed) rethrow_if_failed();
 }
 
 // Devices copy into memory that is registered with them, and so into a slot.
