@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -165,7 +164,7 @@ class Saver:
         """
         # Looked up, not noted by `start`: an interrupt may end that at any line, so that the note
         # stays.
-        frame: FrameType | None = sys._getframe(1)
+        frame = sys._getframe(1).f_back  # the caller may be `start` itself
         while frame is not None:
             if frame.f_code is _START and frame.f_locals.get("self") is self:
                 self._refused = RuntimeError(
@@ -240,17 +239,6 @@ class Saver:
             RuntimeError: see `refuse_within_start`.
         """
         self.refuse_within_start("save()")
-        return self._start(step, state, metrics, final=final, overwrite=overwrite)
-
-    def _start(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        metrics: Mapping[str, float],
-        *,
-        final: bool,
-        overwrite: bool,
-    ) -> SaveHandle:
         begun = time.perf_counter()
         self._refused = None
         self._wait()
@@ -528,7 +516,7 @@ class Saver:
         return failure
 
 
-_START = Saver._start.__code__
+_START = Saver.start.__code__
 
 
 def _comes_of(error: BaseException, first: BaseException) -> bool:
