@@ -322,10 +322,19 @@ def _object_to_names(
     """After a kill, each survivor that is told an error by a Checkpointer is told who is missing:
     by an error that names a killed rank, and as missing nobody who lives. Another fault may have
     failed the action before, or on another rank; its error names the rank of that fault. Of stock
-    DCP's collectives nothing is demanded: they say no more than that a connection was closed."""
+    DCP's collectives nothing is demanded: they say no more than that a connection was closed. Nor
+    is a name demanded of a survivor that can start no thread any more: it asks who is missing in
+    one, so that a store that does not answer keeps it for a bounded time."""
     others = {int(one.hit.split(":")[0]) for one in plan if one.fault.kind != "kill"}
+    threadless = {
+        int(one.hit.split(":")[0])
+        for one in plan
+        if one.fault.kind == "stays" and ":(thread):" in one.hit
+    }
     objections = []
     for rank, error in errors.items():
+        if rank in threadless and not error[2]:
+            continue
         name, named = error[0], set(error[2])
         if not named & {*kills, *others}:
             objections.append(f"rank {rank}'s error names no rank that was killed: {error}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -155,6 +156,38 @@ def test_a_rank_that_ends_while_it_finds_out_leaves_that_to_the_others(
         ending.setattr(roll_call_module, "_within", lambda seconds, call: None)
         four[0].missing()
     assert _judged_by(four[1:3]) == [[3], [3]]
+
+
+def test_a_rank_that_cannot_start_a_thread_at_once_names_the_missing_one(
+    four: list[RollCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for roll_call in four[:3]:
+        roll_call.arrive()
+    start, refused = threading.Thread.start, list[str]()
+
+    def start_later(thread: threading.Thread) -> None:
+        if thread.name == "pyckpt-roll-call" and len(refused) < 3:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_later)
+    assert _judged_by(four[:3]) == [[3], [3], [3]]
+    assert len(refused) == 3
+
+
+def test_a_rank_that_can_start_no_thread_names_nobody_and_does_not_wait(
+    four: list[RollCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    four[0].arrive()
+    monkeypatch.setattr(roll_call_module, "_THREAD_SECONDS", 0.1)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as short_of_threads:
+        short_of_threads.setattr(threading.Thread, "start", refuse)
+        assert four[0].missing() == []
 
 
 def test_nobody_is_missing_after_a_save_that_failed_early(four: list[RollCall]) -> None:

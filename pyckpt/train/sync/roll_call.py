@@ -28,6 +28,8 @@ _OTHERS_SECONDS = 5.0
 # The rank that finds out for the others may end before it has: they wait this much longer for it.
 _VERDICT_SECONDS = 1.0
 _LOOK_SECONDS = 0.05
+# A system that is short of threads, as where many processes end at once, may have one soon.
+_THREAD_SECONDS = 1.0
 _VERDICT, _NOBODY = "missing", "-"
 _FINDS_OUT, _LEAVES = "finds out", "leaves"
 
@@ -324,15 +326,22 @@ def _store(prefix: str) -> Any:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T | None:
-    """The result of a call; None if it takes longer, or raises."""
+    """The result of a call; None if it takes longer, or raises, or no thread can be started."""
     results: list[T] = []
 
     def run() -> None:
         with suppress(Exception):
             results.append(call())
 
-    thread = threading.Thread(target=run, name="pyckpt-roll-call", daemon=True)
-    with suppress(RuntimeError):  # no thread can be started
-        thread.start()
-        thread.join(seconds)
+    gives_up = time.monotonic() + _THREAD_SECONDS
+    while True:
+        thread = threading.Thread(target=run, name="pyckpt-roll-call", daemon=True)
+        try:
+            thread.start()
+            break
+        except RuntimeError:
+            if time.monotonic() >= gives_up:
+                return None
+            time.sleep(_LOOK_SECONDS)
+    thread.join(seconds)
     return results[0] if results else None
