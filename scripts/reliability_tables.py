@@ -60,8 +60,9 @@ def _faults(kind: str) -> Callable[[Result], Told]:
         return (
             f"{_many(one['verified'], 'verified case')} at {len(one['calls'])} system calls, "
             f"{len(one['faults'])} kinds of faults; {_number(sum(one['faults'].values()) - late)} "
-            f"failures, {_many(late, 'delay')}; {_number(result['by_this_code'][kind])} of the "
-            "cases by the code of that commit",
+            f"failures, {_many(late, 'delay')}; {_number(result['by_this_harness'][kind])} of the "
+            "cases by the harness as it is now, "
+            f"{_number(result['by_this_code'][kind])} by the code of that commit",
             _number(one["deviations"]),
         )
 

@@ -54,6 +54,10 @@ _KINDS = {"kill": 2, "error": 4, "stays": 3, "short": 3, "delay": 1}
 _LATER_MAX = 12  # how many calls after the first fault the second one comes, at most
 _SHARE_OF_FOUR = 0.15
 _CODE = ("pyckpt", "csrc", "torture")  # what is tried, and what tries it
+_HARNESS = 2
+"""Goes up by one when the judge begins to look at more, or cases to reach more. So a sum over runs
+can tell how many of its cases were looked at as closely as they would be today. Runs without it
+are of the first: one write a data file, and neither keys nor places of elements compared."""
 _SILENT_S = 6 * (BOUND_S + STARVED_MAX_S)  # no case takes longer; a worker so silent hangs
 
 _TRIES = 20  # how often a case that has come before is drawn again
@@ -377,6 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = {
         **{key: results.head()[key] for key in ("date", "commit", "changed")},
         "code": code(*_CODE),
+        "harness": _HARNESS,
         "seed": options.seed,
         "sweep": options.sweep,
         "seconds": round(time.monotonic() - begun),
@@ -396,6 +401,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for one in runs
                 if one["code"] == run["code"] and not one["changed"]
             )
+            for name in both
+        },
+        "by_this_harness": {
+            name: sum(one[name]["verified"] for one in runs if one.get("harness") == _HARNESS)
             for name in both
         },
         "runs": runs,
