@@ -23,7 +23,7 @@ from pyckpt.train.state import values
 from pyckpt.train.state.entry import Entry, ValueEntry
 from pyckpt.train.state.forwards import written_in_forward
 from pyckpt.train.state.kinds import entry_of, is_rng, optimizers_in, restore_turn
-from pyckpt.train.state.load_plan import LoadPlan, blamed_on, spare
+from pyckpt.train.state.load_plan import LoadPlan, blamed_on, claimed, spare
 from pyckpt.train.state.modules import Trainable, is_fsdp1, quiet, reshard
 from pyckpt.train.state.naming import tensor_names
 from pyckpt.train.state.optimizers import optimizer_entry
@@ -225,7 +225,7 @@ class AppState:
             entries = self._entries()
         spared = spare(entries, keep)
         wanted = [entry for entry in entries if entry.name not in spared]
-        plan = LoadPlan(wanted, reader, policy, rename, spared)
+        plan = LoadPlan(wanted, reader, policy, rename, spared, claimed(entries))
         if not isinstance(self._objects, MutableMapping):
             fixed = [one.name for one in plan.entries if isinstance(one, ValueEntry) and one.fixed]
             if fixed:
@@ -237,6 +237,7 @@ class AppState:
 
     def _restore(self, plan: LoadPlan) -> None:
         plan.settle(plan.states)
+        plan.compare()
         # Schedulers may look at their optimizers, and optimizers at their parameters.
         for entry in sorted(plan.entries, key=restore_turn):
             if entry.stays:

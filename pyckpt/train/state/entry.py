@@ -9,14 +9,17 @@ from functools import reduce
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from pyckpt.dcp.leaves import is_sharded_tensor
 from pyckpt.dcp.report import Difference, some
 from pyckpt.errors import LoadError, PyckptError, SaveError
 from pyckpt.optim.wrappers import parameters, sharding
 from pyckpt.train.state import values
+from pyckpt.train.state.claims import Claims, is_equal, is_folded, memory_like
 from pyckpt.train.state.saved import Path, Policy, Tree
 
 __all__ = ["Entry", "GradScalerEntry", "StatefulEntry", "ValueEntry", "asked"]
@@ -28,6 +31,8 @@ class Entry(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self.policy = Policy()
+        self.claims = Claims()
+        """The memory that this restore fills, which all entries share."""
         self.rename: Callable[[str], str] | None = None
         """The caller's function for keys of the checkpoint that have other names in the state."""
         self.kept: list[str] = []
@@ -49,6 +54,11 @@ class Entry(ABC):
         """Raise the errors of ``state`` for an object that cannot be saved, as far as they can be
         found without communication and before the object is used."""
         self.state()
+
+    def claim(self) -> None:
+        """Claim the memory that is this object's before that of plain values, which may be given
+        other memory."""
+        return
 
     @abstractmethod
     def template(self, saved: Tree) -> Any:
@@ -139,7 +149,15 @@ class StatefulEntry(Entry):
         values.encode(state, self.name)
 
     def template(self, saved: Tree) -> Any:
-        return values.template(self.state(), saved)
+        return values.template(self.state(), saved, place=self._place)
+
+    def _place(self, path: Path, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor to load into. The object is handed it, whether it was its own or is a new
+        one."""
+        if is_folded(tensor) or self.claims.taken(tensor) is not None:
+            return memory_like(tensor)
+        self.claims.add(tensor, ".".join((self.name, *map(str, path))), self.name)
+        return tensor
 
     def create(self, path: Path, item: TensorStorageMetadata) -> torch.Tensor | None:
         if len(item.chunks) < 2:
@@ -216,6 +234,10 @@ class ValueEntry(Entry):
         self.differing: list[Difference] = []
         self._kept: dict[tuple[str, ...], Any] = {}
         self._held: dict[Path, torch.Tensor] = {}
+        self._tied: dict[Path, tuple[torch.Tensor, str]] = {}
+        self.parted: dict[str, str] = {}
+        """Keys of tensors that share memory with others, and get memory of their own; each with the
+        key that keeps it."""
 
     def keep(self, path: tuple[str, ...]) -> None:
         """Keep the value at a path of dicts; the empty path is the value itself.
@@ -234,6 +256,8 @@ class ValueEntry(Entry):
     @property
     def fixed(self) -> bool:
         """Whether another value can only replace this one, and not be written into it."""
+        if self.name in self.parted:
+            return True
         return not isinstance(self.value, MutableMapping | list | torch.Tensor)
 
     def state(self) -> Any:
@@ -252,7 +276,9 @@ class ValueEntry(Entry):
             self.kept += [self._key(path) for path in self._held]
             self.stays = () in self._held
             # Nothing is loaded into an empty dict, and it holds the place in lists, too.
-            return values.template(live, saved, {path: {} for path in self._held})
+            for path, tensor in self._held.items():
+                self.claims.add(tensor, self._key(path), self.name)
+            return values.template(live, saved, {path: {} for path in self._held}, self._place)
         trained = {path: tensor for path, tensor, _ in changed if values.is_trained(tensor)}
         # Loading raises the error of those that hold something, together with those of modules.
         # What is empty it would take for something to be made yet.
@@ -267,7 +293,48 @@ class ValueEntry(Entry):
                 f"{some(empty, 20)}",
                 mismatched=tuple(one.partition(": ")[0] for one in empty),
             )
-        return values.template(live, saved, trained)
+        return values.template(live, saved, trained, self._place)
+
+    def _place(self, path: Path, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor to load into: this one, or a new one if its memory is filled for another
+        key."""
+        if is_folded(tensor):
+            return memory_like(tensor)
+        key = self._key(path)
+        other = self.claims.taken(tensor)
+        if other is None:
+            self.claims.add(tensor, key, self.name)
+            return tensor
+        live = values.at(self.value, path)
+        if isinstance(live, nn.Parameter) or (
+            isinstance(live, torch.Tensor) and not is_sharded_tensor(live) and live.requires_grad
+        ):
+            self._tied[path] = live, other
+        else:
+            self.parted[key] = other
+        return memory_like(tensor)
+
+    def compare(self, loaded: Any) -> None:
+        """Have tensors that an optimizer may hold, and that share memory with others, stay where
+        they are.
+
+        Raises:
+            LoadError: the checkpoint has other values for them than for the others.
+        """
+        loaded = values.decode(loaded)
+        differing = []
+        for path, (live, other) in self._tied.items():
+            if is_equal(live, values.at(loaded, path)):
+                self._held[path] = live
+            else:
+                differing.append(f"{self._key(path)} and {other}")
+        if differing:
+            raise LoadError(
+                "trained tensors that share memory in the state have different values in the "
+                f"checkpoint: {some(differing, 20)}; give each its own, such as "
+                "tensor.detach().clone()",
+                mismatched=tuple(one.partition(" and ")[0] for one in differing),
+            )
 
     def wants(self, path: Path) -> bool:
         return path not in self._held
@@ -285,11 +352,14 @@ class ValueEntry(Entry):
     def restore(self, loaded: Any) -> None:
         """Set ``value`` to the value for the state."""
         for path, tensor in self._held.items():
-            _put(loaded, path, tensor)
+            if path:
+                _put(loaded, path, tensor)
+            else:
+                loaded = tensor
         live = values.atoms(self.value, self.name)
         saved = values.decode(loaded)
         found = values.atoms(saved, self.name)
-        self.value = values.assign(self.value, saved, keep=True)
+        self.value = values.assign(self.value, saved, self.claims, keep=True)
         for path, kept in self._kept.items():
             if path:
                 reduce(_below, path[:-1], self.value)[path[-1]] = kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,16 +16,21 @@ from pyckpt.dcp.renaming import Rename, moved, renamed
 from pyckpt.dcp.report import some
 from pyckpt.errors import LoadError, PyckptError
 from pyckpt.format.paths import paths
+from pyckpt.speaking import for_all
+from pyckpt.train.state.claims import Claims
 from pyckpt.train.state.entry import Entry, ValueEntry
+from pyckpt.train.state.modules import ModuleEntry
 from pyckpt.train.state.optimizers import OptimizerEntry
 from pyckpt.train.state.saved import Path, Policy, tree
 
-__all__ = ["LoadPlan", "blamed_on", "spare"]
+__all__ = ["LoadPlan", "blamed_on", "claimed", "spare"]
+
+_logger = logging.getLogger("pyckpt")
 
 
 class LoadPlan:
     """The plan of one rank's load, by the checkpoint's metadata. ``spared`` are the names of
-    objects that are not loaded."""
+    objects that are not loaded, and ``claims`` the memory of objects."""
 
     def __init__(
         self,
@@ -33,10 +39,11 @@ class LoadPlan:
         policy: Policy,
         rename: Rename | None,
         spared: Sequence[str],
+        claims: Claims,
     ) -> None:
         by_name = {entry.name: entry for entry in entries}
         for entry in entries:
-            entry.policy, entry.rename = policy, rename
+            entry.policy, entry.rename, entry.claims = policy, rename, claims
 
         def path_of(key: str, path: Path) -> Path:
             before = path
@@ -72,6 +79,7 @@ class LoadPlan:
             if not entry.stays:
                 self.states[entry.name] = template
             mismatched |= entry.mismatched
+        self._tell_parted()
         self._missing = policy.missing
         self.settle(saved)
         self._by_name = {entry.name: entry for entry in self.entries}
@@ -99,6 +107,32 @@ class LoadPlan:
                 missing=tuple(self.kept),
             )
 
+    def compare(self) -> None:
+        """Decide, by what was loaded, about tensors that share memory.
+
+        Raises:
+            LoadError: one cannot hold what it has to.
+        """
+        for entry in self.entries:
+            if isinstance(entry, ValueEntry) and not entry.stays:
+                entry.compare(self.states[entry.name])
+
+    def _tell_parted(self) -> None:
+        parted = {
+            key: other
+            for entry in self.entries
+            if isinstance(entry, ValueEntry)
+            for key, other in entry.parted.items()
+        }
+        if parted:
+            _logger.log(
+                for_all(logging.WARNING),
+                "%d of the tensors in plain values share memory with others of the state, and get "
+                "memory of their own: %s",
+                len(parted),
+                some([f"{key} ({other})" for key, other in parted.items()], 20),
+            )
+
     def create(self, key: str, item: TensorStorageMetadata) -> torch.Tensor | None:
         name, *rest = self._paths[key]
         return self._by_name[str(name)].create(tuple(rest), item)
@@ -122,6 +156,16 @@ class _Narrowed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
+
+
+def claimed(entries: Sequence[Entry]) -> Claims:
+    """What modules and optimizers claim, whether they are loaded or stay as they are."""
+    claims = Claims()
+    # Modules first: what an optimizer shares with a parameter is the parameter.
+    for entry in sorted(entries, key=lambda one: not isinstance(one, ModuleEntry)):
+        entry.claims = claims
+        entry.claim()
+    return claims
 
 
 def _is_kept(entry: Entry) -> bool:

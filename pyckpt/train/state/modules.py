@@ -24,6 +24,7 @@ from pyckpt.dcp.whole import is_special
 from pyckpt.errors import LoadError
 from pyckpt.speaking import for_all
 from pyckpt.train.state import values
+from pyckpt.train.state.claims import fold, is_folded, memory_like
 from pyckpt.train.state.entry import Entry
 from pyckpt.train.state.saved import Path, Tree
 
@@ -201,6 +202,7 @@ class ModuleEntry(Entry):
         self._view = value if isinstance(value, Trainable) else None
         self._module = value.module if isinstance(value, Trainable) else value
         self._unwanted: set[str] = set()
+        self._folded: set[str] = set()
 
     def state(self) -> Any:
         self._tell_left_out()
@@ -212,6 +214,12 @@ class ModuleEntry(Entry):
     def check(self) -> None:
         if not is_fsdp1(self._module):  # taking the state of FSDP1 is collective
             self.state()
+
+    def claim(self) -> None:
+        # All of the module, since what is not loaded stays as it is.
+        names = Names(self._module)
+        for key, tensor in (*self._module.named_parameters(), *self._module.named_buffers()):
+            self.claims.add(tensor, f"{self.name}.{names(key)}", self.name)
 
     def template(self, saved: Tree) -> Any:
         live = self._raw()
@@ -249,6 +257,11 @@ class ModuleEntry(Entry):
                 template[name] = values.template(None, saved.get(name))
             elif value.is_meta:
                 raise LoadError(f"{self.name}.{name} is on the meta device; materialize it first")
+            elif is_folded(value) and isinstance(saved.get(name), TensorStorageMetadata):
+                template[name] = (
+                    value if _has_other_shape(value, saved[name]) else memory_like(value)
+                )
+                self._folded.add(name)
             else:
                 template[name] = value
         return template or None
@@ -268,7 +281,17 @@ class ModuleEntry(Entry):
             names = Names(self._module)
             for key, now in state.items():
                 name = names(key)
-                raw[key] = now if name in self._unwanted else values.decode(loaded[name])
+                if name in self._folded and not fold(now, loaded[name]):
+                    raise LoadError(
+                        f"{self.name}.{name}: its elements share memory, as expand() makes them, "
+                        "and the checkpoint has different values for them",
+                        mismatched=(f"{self.name}.{name}",),
+                    )
+                raw[key] = (
+                    now
+                    if name in self._folded or name in self._unwanted
+                    else values.decode(loaded[name])
+                )
             # Versions of modules, by which hooks recognise older states.
             raw._metadata = state._metadata  # type: ignore[attr-defined]
             # Tensors that were loaded in place are copied onto themselves, which torch skips.

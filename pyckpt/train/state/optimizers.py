@@ -23,6 +23,7 @@ from pyckpt.errors import LoadError
 from pyckpt.optim.load import hand_over
 from pyckpt.optim.wrappers import unsaved, unwrapped
 from pyckpt.train.state import values
+from pyckpt.train.state.claims import is_folded
 from pyckpt.train.state.entry import Entry, StatefulEntry
 from pyckpt.train.state.modules import Names, is_fsdp1, sharded, without_wrappers
 from pyckpt.train.state.naming import ParameterNames
@@ -125,6 +126,9 @@ class OptimizerEntry(Entry):
             "param_groups": groups,
         }
 
+    def claim(self) -> None:
+        _claim_state(self, self._optimizer)
+
     def leave(self, params: Container[int]) -> None:
         """Keep the present state of these parameters, given by id."""
         self._left = {fqn for fqn, param in self._names.params.items() if id(param) in params}
@@ -144,7 +148,7 @@ class OptimizerEntry(Entry):
                 continue
             param = self._names.params.get(name_of.get(str(key), ""))
             now = live.get(param, {}) if param is not None else {}
-            template[key] = values.template(dict(now), entries)
+            template[key] = values.template(dict(now), entries, place=self._place)
         whole = dict.fromkeys(saved)
         if template:
             whole["state"] = template
@@ -152,6 +156,12 @@ class OptimizerEntry(Entry):
             del whole["state"]
         self._name_of = name_of
         return whole
+
+    def _place(self, _: Path, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The tensor to load into. What is another's, such as a parameter, is not state's to
+        fill. Parameters of one optimizer may share state."""
+        is_own = self.claims.taken(tensor, but=self.name) is None and not is_folded(tensor)
+        return tensor if is_own else None
 
     def create(self, path: Path, item: TensorStorageMetadata) -> torch.Tensor | None:
         if len(path) < 3 or path[0] != "state" or len(item.size) == 0:
@@ -314,6 +324,9 @@ class FlatOptimizerEntry(Entry):
         ]
         return {**values.encode({"state": named}, self.name), "param_groups": groups}
 
+    def claim(self) -> None:
+        _claim_state(self, self._optimizer)
+
     def check(self) -> None:
         pass  # its state is collective
 
@@ -366,6 +379,12 @@ class FlatOptimizerEntry(Entry):
             )
         with _named(self.name):
             optim.load_state_dict(self._given, flat, flags="live")
+
+
+def _claim_state(entry: Entry, optimizer: Optimizer) -> None:
+    for entries in optimizer.state.values():
+        for key, tensor in values.tensors(entries):
+            entry.claims.add(tensor, f"{entry.name}.state.{key}", entry.name)
 
 
 def _live(path: Path) -> Path:

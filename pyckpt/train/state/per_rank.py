@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from pyckpt.dcp.whole import Whole
 from pyckpt.errors import CorruptCheckpoint, LoadError
 from pyckpt.train.state import values
+from pyckpt.train.state.claims import Claims
 from pyckpt.train.state.entry import Entry, asked
 from pyckpt.train.state.saved import Path, Policy, Rank, Tree
 
@@ -176,6 +177,7 @@ class PerRank(RankState):
 
     def __init__(self, value: Any, *, merge: Merge | None = None) -> None:
         self.value = value
+        self._claims: Claims | None = None  # of the restore that is under way
         self._merge: Merge | None = merge if merge is not None else getattr(value, "merge", None)
 
     def _own(self, rank: Rank) -> Any:
@@ -204,7 +206,7 @@ class PerRank(RankState):
         if _is_stateful(self.value):
             self.value.load_state_dict(state)
         else:
-            self.value = values.assign(self.value, state)
+            self.value = values.assign(self.value, state, self._claims)
 
 
 def _is_stateful(value: Any) -> bool:
@@ -240,10 +242,16 @@ class RankEntry(Entry):
         return path[0] in self._keys
 
     def restore(self, loaded: Any) -> None:
+        plain = self.value if isinstance(self.value, PerRank) else None
+        if plain is not None:
+            plain._claims = self.claims
         try:
             unfit = self.value._restore(loaded, self._saved, self._rank, self.policy)
         except LoadError as error:
             raise LoadError(f"{self.name}: {error}") from error
+        finally:
+            if plain is not None:
+                plain._claims = None
         if unfit is not None:
             self.kept += [f"{self.name}.{name}" for name in unfit.kept]
             self.ignored += [f"{self.name}.{name}" for name in unfit.ignored]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import sys
 from collections import Counter, OrderedDict
@@ -18,11 +19,13 @@ from pyckpt.dcp import objects
 from pyckpt.dcp.leaves import first_on_meta, is_plain_type, whole_size
 from pyckpt.dcp.whole import ARRAY, KEYS, VALUE, Whole, decode, is_special
 from pyckpt.errors import PyckptError
+from pyckpt.train.state.claims import Claims
 from pyckpt.train.state.saved import Path, Tree
 
 __all__ = [
     "absent",
     "assign",
+    "at",
     "atoms",
     "decode",
     "encode",
@@ -31,6 +34,7 @@ __all__ = [
     "of_other_shape",
     "refuse_meta",
     "template",
+    "tensors",
 ]
 
 _DETACHED = (torch.Tensor, nn.Parameter, DTensor)
@@ -157,7 +161,12 @@ def refuse_meta(states: dict[str, Any]) -> None:
         raise TypeError(f"{name} is on the meta device; materialize it first: it has no values")
 
 
-def template(live: Any, saved: Tree, given: Mapping[Path, Any] | None = None) -> Any:
+def template(
+    live: Any,
+    saved: Tree,
+    given: Mapping[Path, Any] | None = None,
+    place: Callable[[Path, torch.Tensor], torch.Tensor | None] = lambda _, tensor: tensor,
+) -> Any:
     """The tree to load a saved value into: the live value's tensors if they fit, and None, which
     takes any saved value, everywhere else.
 
@@ -165,11 +174,18 @@ def template(live: Any, saved: Tree, given: Mapping[Path, Any] | None = None) ->
         live: the live value, encoded.
         saved: the saved tree.
         given: what to load into at some paths of the tree.
+        place: what to load into where a live tensor fits, given its path and it.
     """
-    return _template(live, saved, given or {}, ())
+    return _template(live, saved, given or {}, place, ())
 
 
-def _template(live: Any, saved: Tree, given: Mapping[Path, Any], path: Path) -> Any:
+def _template(
+    live: Any,
+    saved: Tree,
+    given: Mapping[Path, Any],
+    place: Callable[[Path, torch.Tensor], torch.Tensor | None],
+    path: Path,
+) -> Any:
     if path in given:
         return given[path]
     if not isinstance(saved, dict):
@@ -179,9 +195,10 @@ def _template(live: Any, saved: Tree, given: Mapping[Path, Any], path: Path) -> 
             and live.shape == saved.size
             and not live.is_meta
         )
-        return live if fits else None
+        return place(path, live) if fits else None
     parts = {
-        part: _template(_part(live, part), sub, given, (*path, part)) for part, sub in saved.items()
+        part: _template(_part(live, part), sub, given, place, (*path, part))
+        for part, sub in saved.items()
     }
     if all(part is None for part in parts.values()):
         return None
@@ -213,6 +230,30 @@ def of_other_shape(
             live = {str(key): sub for key, sub in live.items()}  # as it was encoded
         for part, sub in saved.items():
             yield from of_other_shape(_part(live, part), sub, (*path, part))
+
+
+def at(value: Any, path: Path) -> Any:
+    """What is at a path of a live value that was not encoded; None if there is nothing."""
+    for part in path:
+        if isinstance(value, Mapping):
+            value = {str(key): sub for key, sub in value.items()}
+        value = _part(value, part)
+    return value
+
+
+def tensors(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in dicts and lists, at any depth, each with its last key."""
+    for one in _within({"": value}, (Mapping, list)):
+        parts = (
+            one.items()
+            if isinstance(one, Mapping)
+            else enumerate(one)
+            if isinstance(one, list)
+            else ()
+        )
+        for key, sub in parts:
+            if isinstance(sub, torch.Tensor):
+                yield str(key), sub
 
 
 def is_trained(tensor: torch.Tensor) -> bool:
@@ -247,29 +288,46 @@ def atoms(value: Any, name: str) -> dict[str, Any]:
     return {name: value} if type(value) in _ATOM_TYPES else {}
 
 
-def assign(live: Any, loaded: Any, *, keep: bool = False) -> Any:
+def assign(live: Any, loaded: Any, claims: Claims | None = None, *, keep: bool = False) -> Any:
     """Fill a live dict or list with loaded values, at any depth, so that references to it stay
-    valid. Returns the value for the state: the live container, or the loaded value.
+    valid. Returns the value for the state: the live container, or the loaded value. A container
+    that stands in several places is filled for the first of them; the others get one like it.
 
     Args:
+        claims: what this restore has filled, if it fills more than this.
         keep: keep the entries that `absent` lists.
     """
-    if isinstance(live, MutableMapping) and isinstance(loaded, Mapping):
-        keep = keep and _is_natural(live) and _is_natural(loaded)
+    claims = Claims() if claims is None else claims
+    if isinstance(live, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return _filled(live, loaded, claims)
+    is_dict = isinstance(live, MutableMapping) and isinstance(loaded, Mapping)
+    if not is_dict and not (isinstance(live, list) and isinstance(loaded, list)):
+        return loaded
+    known = claims.containers.get(id(live))
+    if known is None:
+        before: Any = dict(live) if is_dict else list(live)
+        claims.containers[id(live)] = live, loaded, before
+    else:
+        _, other, before = known
+        if other is loaded:
+            return live  # it stood in both places when it was saved, too
+        live = copy.copy(live)
+    if is_dict:
+        keep = keep and _is_natural(before) and _is_natural(loaded)
         merged = {
-            k: assign(live[k], sub, keep=keep) if k in live else sub for k, sub in loaded.items()
+            k: assign(before[k], sub, claims, keep=keep) if k in before else sub
+            for k, sub in loaded.items()
         }
         if keep:
-            merged |= {k: sub for k, sub in live.items() if k not in loaded}
+            merged |= {k: sub for k, sub in before.items() if k not in loaded}
         live.clear()
         live.update(merged)
-        return live
-    if isinstance(live, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        return _filled(live, loaded)
-    if isinstance(live, list) and isinstance(loaded, list):
-        live[:] = [assign(live[i], sub) if i < len(live) else sub for i, sub in enumerate(loaded)]
-        return live
-    return loaded
+    else:
+        live[:] = [
+            assign(before[i], sub, claims) if i < len(before) else sub
+            for i, sub in enumerate(loaded)
+        ]
+    return live
 
 
 def _plain(value: Any, name: str, memo: dict[int, Any] | None = None) -> Any:
@@ -424,7 +482,7 @@ def _has_chunks(value: torch.Tensor) -> bool:
     return hasattr(type(value), "__create_chunk_list__") or type(value).__name__ == "ShardedTensor"
 
 
-def _filled(live: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
+def _filled(live: torch.Tensor, loaded: torch.Tensor, claims: Claims) -> torch.Tensor:
     """The live tensor, if it was or can be filled with the loaded values; else the loaded one."""
     if live is not loaded and _is_alias(live, loaded):
         return live  # a parameter, which was loaded in place through its detached view
@@ -434,8 +492,11 @@ def _filled(live: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
         and is_special(loaded)
         and (live.layout, live.shape, live.dtype) == (loaded.layout, loaded.shape, loaded.dtype)
     )
-    if not same:
+    # Two that hold nothing yet have no memory, and may yet be one.
+    if not same or id(live) in claims.containers or claims.taken(live) is not None:
         return loaded
+    claims.add(live, "")
+    claims.containers[id(live)] = live, loaded, None
     with torch.no_grad():
         live.copy_(loaded)
     return live

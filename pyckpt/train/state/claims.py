@@ -1,0 +1,220 @@
+"""Which memory a restore fills for which key, so that none gets what another was saved with."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from pyckpt.dcp.leaves import is_plain_type, is_sharded_tensor
+
+__all__ = ["Claims", "fold", "is_equal", "is_folded", "memory_like"]
+
+_TRIED_BYTES = 1 << 26  # of a map of elements, one byte each, that is made to compare two tensors
+
+
+class Claims:
+    """The memory that is taken, and the keys it is taken for; by address, since tensors that a
+    program made of memory of its own may overlap though torch takes their storages for different
+    ones."""
+
+    def __init__(self) -> None:
+        self._devices: dict[torch.device, _Ranges] = {}
+        self.containers: dict[int, tuple[Any, Any, Any]] = {}
+        """By id, the dicts and lists that were filled: each with what it was filled with, and what
+        it held before."""
+
+    def add(self, tensor: torch.Tensor, key: str, owner: str = "") -> None:
+        """Note that a tensor is filled for a key, or stays as it is.
+
+        Args:
+            owner: the object of the state that the tensor is of.
+        """
+        for part in _parts(tensor):
+            self._devices.setdefault(part.device, _Ranges()).add(_Claim(part, key, owner))
+
+    def taken(self, tensor: torch.Tensor, *, but: str | None = None) -> str | None:
+        """The key for which some of a tensor's memory is taken; None if there is none.
+
+        Args:
+            but: the owner whose claims do not count.
+        """
+        for part in _parts(tensor):
+            ranges = self._devices.get(part.device)
+            for claim in () if ranges is None else ranges.within(*_extent(part)):
+                if claim.owner != but and _overlap(claim.tensor, part):
+                    return claim.key
+        return None
+
+
+@dataclass(frozen=True)
+class _Claim:
+    tensor: torch.Tensor
+    key: str
+    owner: str
+
+
+@dataclass
+class _Ranges:
+    """Ranges of addresses that do not overlap, in their order, each with the claims in it."""
+
+    begins: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    claims: list[list[_Claim]] = field(default_factory=list)
+
+    def add(self, claim: _Claim) -> None:
+        begin, end = _extent(claim.tensor)
+        first, last = self._find(begin, end)
+        if first < last:
+            begin = min(begin, self.begins[first])
+            end = max(end, self.ends[last - 1])
+        together = [one for claims in self.claims[first:last] for one in claims]
+        self.begins[first:last] = [begin]
+        self.ends[first:last] = [end]
+        self.claims[first:last] = [[*together, claim]]
+
+    def within(self, begin: int, end: int) -> Iterator[_Claim]:
+        first, last = self._find(begin, end)
+        for claims in self.claims[first:last]:
+            yield from claims
+
+    def _find(self, begin: int, end: int) -> tuple[int, int]:
+        return bisect_right(self.ends, begin), bisect_left(self.begins, end)
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors, with elements and memory, that a tensor consists of here."""
+    if isinstance(tensor, DTensor):
+        return _parts(tensor._local_tensor)
+    if is_sharded_tensor(tensor):
+        from pyckpt.dcp import sharded_tensors
+
+        local: list[torch.Tensor] = sharded_tensors.local_parts(tensor)  # type: ignore[arg-type]
+        return [part for one in local for part in _parts(one)]
+    if not is_plain_type(tensor):
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        if flatten is not None:
+            return [part for name in flatten()[0] for part in _parts(getattr(tensor, name))]
+    elif tensor.layout is torch.sparse_coo:
+        tensor = tensor.detach()
+        return [*_parts(tensor._indices()), *_parts(tensor._values())]
+    elif tensor.layout is not torch.strided:
+        return _parts(tensor.detach().values())
+    if tensor.is_meta or not tensor.numel():
+        return []
+    try:
+        has_memory = tensor.data_ptr() != 0
+    except RuntimeError:  # a class that wraps others, and does not tell which
+        has_memory = False
+    return [tensor] if has_memory else []
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    begin = tensor.data_ptr()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return begin, begin + (sum((n - 1) * s for n, s in steps) + 1) * tensor.itemsize
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one device have a byte in common."""
+    begin, end = _extent(one)
+    first, last = _extent(other)
+    if last <= begin or end <= first:
+        return False
+    if begin == first or end == last or (_has_no_gaps(one) and _has_no_gaps(other)):
+        return True
+    # Columns of one matrix, for instance, lie in each other's gaps.
+    unit = math.gcd(one.itemsize, other.itemsize, begin - first)
+    start = min(begin, first)
+    size = (max(end, last) - start) // unit
+    if size > _TRIED_BYTES:
+        return True
+    used = torch.zeros(size, dtype=torch.bool, device="cpu")
+    _units(used, one, (begin - start) // unit, unit).fill_(True)
+    return bool(_units(used, other, (first - start) // unit, unit).any())
+
+
+def _units(used: torch.Tensor, tensor: torch.Tensor, at: int, unit: int) -> torch.Tensor:
+    """A map of memory, where a tensor has its elements."""
+    width = tensor.itemsize // unit
+    # Each element once, since what shares memory cannot be filled.
+    steps = [(n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if s]
+    shape = [*(n for n, _ in steps), width]
+    stride = [*(s * width for _, s in steps), 1]
+    if _is_folded(shape, stride):
+        extent = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
+        return used[at : at + extent]
+    return used.as_strided(shape, stride, at)
+
+
+def _has_no_gaps(tensor: torch.Tensor) -> bool:
+    begin, end = _extent(tensor)
+    return not is_folded(tensor) and end - begin == tensor.numel() * tensor.itemsize
+
+
+def is_folded(tensor: torch.Tensor) -> bool:
+    """Whether elements of a plain tensor share memory with each other, as those that ``expand``
+    makes; also of some that no program makes."""
+    if not is_plain_type(tensor) or tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    return _is_folded(tensor.shape, tensor.stride())
+
+
+def _is_folded(shape: torch.Size | list[int], stride: tuple[int, ...] | list[int]) -> bool:
+    reached = 0
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size > 1:
+            if step <= reached:
+                return True
+            reached += (size - 1) * step
+    return False
+
+
+def fold(tensor: torch.Tensor, values: torch.Tensor) -> bool:
+    """Fill a tensor whose elements share memory. Returns False, with the tensor as it was, where
+    elements that share memory have different values."""
+    tensor = tensor.detach()
+    index = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    apart = values
+    for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if step == 0:
+            apart = apart.narrow(dim, 0, 1)
+            size = 1
+        places = torch.arange(size, device=tensor.device) * step
+        index = index.unsqueeze(-1) + places
+    extent = int(index.max()) + 1
+    memory = tensor.as_strided((extent,), (1,))
+    filled = memory.clone()
+    filled[index.reshape(-1)] = apart.reshape(-1)
+    if not is_equal(filled.as_strided(tensor.shape, tensor.stride()), values):
+        return False
+    memory.copy_(filled)
+    return True
+
+
+def memory_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like this one, with memory of its own."""
+    tensor = tensor.detach() if not is_sharded_tensor(tensor) else tensor
+    return tensor.clone() if is_sharded_tensor(tensor) else torch.empty_like(tensor)
+
+
+def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one kind have the same bits here."""
+    parts, others = _parts(one), _parts(other)
+    return len(parts) == len(others) and all(map(_is_same, parts, others))
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return tensor.reshape(-1).view(torch.uint8)
