@@ -274,6 +274,71 @@ def test_state_of_parameters_that_are_gone(tmp_path: Path) -> None:
     assert_equal(fresh.state_dict(), before)
 
 
+class Counting(torch.optim.SGD):
+    """Keeps state of its own under keys that are no parameters."""
+
+    def __init__(self, params: Any, own: dict[str, Any]) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.state.update(own)
+
+
+OWN: dict[str, Any] = {
+    "global": {"evals": 3, "best": torch.ones(2), "deep": {"w": torch.zeros(1), 5: "five"}},
+    "plain": {"n": 1, "of": {"m": [2]}},
+    "tensor": torch.arange(3),
+    "list": [torch.ones(1), 2],
+    "number": 4,
+    "zero": 0,
+    "none": None,
+    "false": False,
+    "empty": {},
+}
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("stepped", [True, False])
+def test_state_of_no_parameter(fresh: bool, stepped: bool, tmp_path: Path) -> None:
+    model = net()
+    optimizer: Any = Counting(model.parameters(), copy.deepcopy(OWN))
+    if stepped:
+        step(model, optimizer)
+    save({"model": model, "optimizer": optimizer}, tmp_path)
+    other = net(1)
+    begun = {"global": {"evals": 0, "best": torch.zeros(2)}, "number": 0, "zero": 7, "none": 7}
+    live: Any = Counting(other.parameters(), {} if fresh else begun)
+    load({"model": other, "optimizer": live}, tmp_path)
+    assert_equal(live.state_dict()["state"], optimizer.state_dict()["state"])
+    # What is a parameter's that is gone is still told from it.
+    if stepped:
+        part = Counting(other[0].parameters(), {})
+        with pytest.raises(LoadError, match=r"does not have \(4\): 1\.weight, 1\.bias"):
+            load({"model": other, "optimizer": part}, tmp_path)
+        load({"model": other, "optimizer": part}, tmp_path, unexpected="ignore")
+        assert part.state["global"]["evals"] == 3
+
+
+def test_state_of_no_parameter_in_earlier_checkpoints(tmp_path: Path) -> None:
+    """It was taken apart as that of a parameter, and what is false was not saved."""
+    model = net()
+    own = {"global": OWN["global"]["best"], "counts": {"evals": 3, "best": torch.ones(2)}}
+    optimizer: Any = Counting(model.parameters(), own)
+    step(model, optimizer)
+    state = AppState({"model": model, "optimizer": optimizer}).state_dict()
+    state["optimizer"]["state"]["counts"].pop("pyckpt.keys")
+    dcp.save(state, storage_writer=pyckpt.DirectWriter(tmp_path))
+    counts = {"evals": 0, "best": torch.zeros(2)}
+    live: Any = Counting(model.parameters(), {"counts": counts, "zero": 0})
+    load({"model": model, "optimizer": live}, tmp_path)
+    assert_equal(live.state["counts"], own["counts"])
+    assert live.state["zero"] == 0
+    # torch's own layout, by number
+    pyckpt.save({"optimizer": optimizer}, tmp_path / "numbered")
+    live = Counting(model.parameters(), {"counts": counts, "zero": 0})
+    load({"optimizer": live}, tmp_path / "numbered")
+    assert_equal(live.state["counts"], own["counts"])
+    assert_equal(live.state_dict()["state"][0], optimizer.state_dict()["state"][0])
+
+
 def test_gan(tmp_path: Path) -> None:
     """Two models, whose parameters have the same names, with an optimizer each and one of both."""
 

@@ -251,3 +251,35 @@ def written_in_forward(kind: str) -> tuple[int, int, int]:
 @pytest.mark.parametrize("kind", ["fsdp2", slow("ddp")])
 def test_parameters_that_forward_changes_in_wrapped_modules(kind: str) -> None:
     assert run_ranks(1, written_in_forward, kind) == [(3, 2, 1)]
+
+
+def own_keys(path: str) -> None:
+    """An optimizer of FSDP1, with state under keys of its own."""
+    world = dist.get_world_size()
+
+    def make(own: dict[str, Any]) -> tuple[Any, Any]:
+        model = FullyShardedDataParallel(
+            nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True
+        )
+        optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.1)
+        optimizer.state.update(own)
+        return model, optimizer
+
+    own = {"global": {"n": 3, "best": torch.ones(2)}, "number": 4, "zero": 0, "none": None}
+    model, optimizer = make(own)
+    model(torch.ones(world, 4)).sum().backward()
+    optimizer.step()
+    saved = AppState({"model": model, "optimizer": optimizer}).state_dict()
+    dcp.save(saved, storage_writer=pyckpt.DirectWriter(path), planner=pyckpt.SavePlanner())
+    for begun in ({}, {"zero": 5, "global": {"n": 0, "best": torch.zeros(2)}}):
+        model, optimizer = make(begun)
+        AppState({"model": model, "optimizer": optimizer}).load(pyckpt.DirectReader(path))
+        found = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
+        best = found["global"].pop("best")
+        assert best.tolist() == [1, 1]
+        assert found == {"global": {"n": 3}, "number": 4, "zero": 0, "none": None}
+        assert len(optimizer.state) > len(found)
+
+
+def test_state_of_no_parameter_in_fsdp1(tmp_path: Path) -> None:
+    run_ranks(2, own_keys, str(tmp_path))

@@ -155,9 +155,11 @@ class ParameterNames:
     def of_states(self, saved: Mapping[Any, Any]) -> dict[str, str]:
         """Present names for the keys of saved states. `Optimizer.state_dict` has numbers."""
         keys = [str(key) for key in saved if str(key) != KEYS]
-        if keys and all(key.isdecimal() and key not in self.params for key in keys):
-            return {key: self.flat[int(key)] if int(key) < len(self.flat) else key for key in keys}
-        return {key: self.of(key) for key in keys}
+        names = {key: self.of(key) for key in keys}
+        if not any(name in self.params for name in names.values()):
+            for key in filter(str.isdecimal, keys):
+                names[key] = self.flat[int(key)] if int(key) < len(self.flat) else key
+        return names
 
     def of_groups(self, saved: list[dict[str, Any]]) -> tuple[list[list[str]], dict[str, str]]:
         """Present names for the parameters of saved groups; and for the keys of saved states, if

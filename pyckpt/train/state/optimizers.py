@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from pyckpt import optim
 from pyckpt.dcp.report import some
+from pyckpt.dcp.whole import KEYS
 from pyckpt.errors import LoadError
 from pyckpt.optim.load import hand_over
 from pyckpt.optim.wrappers import unsaved, unwrapped
@@ -108,8 +109,11 @@ class OptimizerEntry(Entry):
             for group, fqns in zip(state["param_groups"], self._names.groups, strict=True)
             for number, fqn in zip(group["params"], fqns, strict=True)
         }
+        others = {key: one for key, one in state["state"].items() if isinstance(key, str)}
         named = {
-            fqn_of.get(key, key): entries for key, entries in state["state"].items() if entries
+            fqn_of.get(key, key): one
+            for key, one in state["state"].items()
+            if key not in others and one
         }
         groups = [
             {
@@ -121,10 +125,8 @@ class OptimizerEntry(Entry):
             for i, group in enumerate(state["param_groups"])
         ]
         rest = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
-        return {
-            **values.encode({"state": named, **rest}, self.name),
-            "param_groups": groups,
-        }
+        encoded = values.encode({"state": named, **rest}, self.name)
+        return {**_with_others(encoded, others, self.name), "param_groups": groups}
 
     def claim(self) -> None:
         _claim_state(self, self._optimizer)
@@ -147,8 +149,9 @@ class OptimizerEntry(Entry):
             if str(key) in self._unwanted:
                 continue
             param = self._names.params.get(name_of.get(str(key), ""))
-            now = live.get(param, {}) if param is not None else {}
-            template[key] = values.template(dict(now), entries, place=self._place)
+            now = live.get(str(key) if param is None else param, {})
+            now = dict(now) if isinstance(now, Mapping) else now
+            template[key] = values.template(now, entries, place=self._place)
         whole = dict.fromkeys(saved)
         if template:
             whole["state"] = template
@@ -208,6 +211,7 @@ class OptimizerEntry(Entry):
                 state.pop(number_of[fqn], None)
                 if number_of[fqn] in now:
                     state[number_of[fqn]] = now[number_of[fqn]]
+        _keep_false(self._optimizer, state)
         for group, fqns in zip(groups, self._names.groups, strict=True):
             group["params"] = [number_of[fqn] for fqn in fqns]
         rest = {key: values.decode(value) for key, value in loaded.items()}
@@ -240,7 +244,7 @@ class OptimizerEntry(Entry):
         strangers, left = [], []
         for key, entries in states.items():
             name = name_of.get(str(key))
-            if isinstance(entries, dict) and name not in self._names.params:
+            if name not in self._names.params and not _is_other(key, entries, self._optimizer):
                 strangers.append(str(key))
             elif name in self._left:
                 left.append(str(key))
@@ -310,7 +314,7 @@ class FlatOptimizerEntry(Entry):
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         names = Names(self._module)
-        with sharded(self._module):
+        with sharded(self._module), _own_apart(self._optimizer) as others:
             state = FullyShardedDataParallel.optim_state_dict(self._module, self._optimizer)
         named = {names(fqn): entries for fqn, entries in state["state"].items() if entries}
         groups = [
@@ -322,7 +326,8 @@ class FlatOptimizerEntry(Entry):
             | {"params": [names(fqn) for fqn in group["params"]]}
             for i, group in enumerate(state["param_groups"])
         ]
-        return {**values.encode({"state": named}, self.name), "param_groups": groups}
+        encoded = values.encode({"state": named}, self.name)
+        return {**_with_others(encoded, others, self.name), "param_groups": groups}
 
     def claim(self) -> None:
         _claim_state(self, self._optimizer)
@@ -338,7 +343,11 @@ class FlatOptimizerEntry(Entry):
             state = self._module.state_dict()
         self._layout = {names(key): value for key, value in state.items()}
         self._raw = {names(key): key for key in state}
-        unknown = [str(fqn) for fqn in _saved_states(saved) if str(fqn) not in self._layout]
+        unknown = [
+            str(fqn)
+            for fqn, entries in _saved_states(saved).items()
+            if str(fqn) not in self._layout and not _is_other(fqn, entries, self._optimizer)
+        ]
         if unknown:
             raise LoadError(
                 f"{self.name}: the checkpoint has state of parameters that the module does not "
@@ -362,8 +371,11 @@ class FlatOptimizerEntry(Entry):
         raw = self._raw
         state = {
             raw.get(fqn, fqn): values.decode(entries)
-            for fqn, entries in (loaded.get("state") or {}).items()
+            for fqn, entries in (values.decode(loaded.get("state")) or {}).items()
         }
+        params = set(raw.values())
+        others = {key: state.pop(key) for key in list(state) if key not in params}
+        _keep_false(self._optimizer, others)
         groups = [
             {
                 key: values.decode(value)
@@ -373,10 +385,11 @@ class FlatOptimizerEntry(Entry):
             }
             for group in loaded["param_groups"]
         ]
-        with sharded(self._module):
+        with sharded(self._module), _own_apart(self._optimizer):
             flat = FullyShardedDataParallel.optim_state_dict_to_load(
                 self._module, self._optimizer, {"state": state, "param_groups": groups}
             )
+        flat["state"].update(others)
         with _named(self.name):
             optim.load_state_dict(self._given, flat, flags="live")
 
@@ -385,6 +398,52 @@ def _claim_state(entry: Entry, optimizer: Optimizer) -> None:
     for entries in optimizer.state.values():
         for key, tensor in values.tensors(entries):
             entry.claims.add(tensor, f"{entry.name}.state.{key}", entry.name)
+
+
+@contextmanager
+def _own_apart(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
+    """Take what an optimizer has under strings of its own out of its state, and put it back. By a
+    first key that is a string, FSDP1 takes all keys for names."""
+    state: dict[Any, Any] = optimizer.state
+    own = {key: value for key, value in state.items() if isinstance(key, str)}
+    for key in own:
+        del state[key]
+    try:
+        yield own
+    finally:
+        state.update(own)
+
+
+def _with_others(encoded: dict[str, Any], others: dict[Any, Any], name: str) -> dict[str, Any]:
+    """The encoded state of an optimizer, with state that is not a parameter's: under keys of the
+    optimizer's own. What is a dict there is one item, or has a list of its keys, by which a load
+    tells it from the state of a parameter that is gone."""
+    if not others:
+        return encoded
+    state = dict(encoded["state"]) if isinstance(encoded["state"], dict) else {}
+    for key, value in others.items():
+        made = values.encode(value, f"{name}.state.{key}", compact=True)
+        if isinstance(made, dict) and KEYS not in made:
+            made = {**made, KEYS: list(value)}
+        if key in state:
+            raise TypeError(f"{name} has state of its own under the name of a parameter, {key}")
+        state[key] = made
+    return {**encoded, "state": state}
+
+
+def _is_other(key: Any, entries: Tree, optimizer: Optimizer) -> bool:
+    """Whether saved state is of the optimizer itself, and not of a parameter."""
+    if not isinstance(entries, dict) or all(isinstance(part, int) for part in entries):
+        return True  # a value, or a list; that of a parameter is a dict
+    return KEYS in entries or str(key) in optimizer.state
+
+
+def _keep_false(optimizer: Optimizer, state: dict[Any, Any]) -> None:
+    """Add what the optimizer has under keys of its own, if it is false: earlier versions did not
+    save that."""
+    for key, value in optimizer.state.items():
+        if not isinstance(key, torch.Tensor) and not isinstance(value, torch.Tensor) and not value:
+            state.setdefault(key, value)
 
 
 def _live(path: Path) -> Path:
