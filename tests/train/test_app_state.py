@@ -880,6 +880,23 @@ def test_numbers_of_numpy_become_python_s(tmp_path: Path) -> None:
     assert_equal(state["loss"], 0.5)
 
 
+@pytest.mark.parametrize(
+    "value", [np.datetime64("2020-01-01", "ns"), np.timedelta64(5, "s"), np.datetime64("NaT")]
+)
+def test_times_of_numpy_are_refused(value: Any) -> None:
+    """Python's have no nanoseconds, and loading would run code to make them."""
+    with pytest.raises(TypeError, match=r"when\.0 is or contains a numpy\.(datetime|timedelta)64"):
+        AppState({"when": [value]}).state_dict()
+
+
+def test_scalars_of_numpy(tmp_path: Path) -> None:
+    scalars = [np.bool_(True), np.int8(-3), np.complex64(1j), np.str_("s"), np.bytes_(b"b")]
+    save({"v": scalars}, tmp_path)
+    state = {"v": None}
+    load(state, tmp_path)
+    assert_equal(state["v"], [True, -3, 1j, "s", b"b"])
+
+
 def test_values_that_could_not_be_loaded_are_refused_when_saving() -> None:
     with pytest.raises(TypeError, match=r"config\.path.*PosixPath"):
         AppState({"config": {"path": Path("/")}}).state_dict()

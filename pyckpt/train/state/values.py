@@ -377,7 +377,7 @@ def _plain(value: Any, name: str, memo: dict[int, Any] | None = None) -> Any:
         return kind()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        if isinstance(value, numpy.generic):
+        if isinstance(value, _numbers_of(numpy)) and not isinstance(value, numpy.timedelta64):
             return _plain(value.item(), name)
         if kind is numpy.ndarray and value.dtype.kind in "biufc":
             # A copy, since the array is live, and stagers do not copy the content of tuples.
@@ -405,6 +405,12 @@ def _plain(value: Any, name: str, memo: dict[int, Any] | None = None) -> Any:
         "make again; save plain values and tensors of it, or allow it with "
         "torch.serialization.add_safe_globals (then it is tried, at each save)"
     )
+
+
+def _numbers_of(numpy: Any) -> Any:
+    """Those of numpy's scalars whose ``item()`` is the same value: that of a time may be a number
+    of nanoseconds."""
+    return numpy.bool_, numpy.number, numpy.str_, numpy.bytes_
 
 
 def _plain_entries(value: Iterable[Any], name: str, memo: dict[int, Any]) -> Iterator[Any]:
