@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -73,13 +74,13 @@ def inspect(
         numbers = dict(statistics(found, [one.name for one in keys if one.kind == "tensor"]))
     is_one = len(keys) == 1 and keys[0].name == key
     if as_json:
-        print_json(_json(found, keys, numbers, parts=is_one))
+        print_json(_json(found, keys, numbers, rank, parts=is_one))
     elif is_one:
         with damage_is_bad():
             _show_value(found, keys[0], numbers)
     else:
         if key is None and top is None:
-            _show_saved(found)
+            _show_saved(found, rank)
             say()
         if numbers:
             _show_numbers(keys, numbers)
@@ -118,11 +119,19 @@ def _columns(key: Key) -> list[str]:
     if key.kind == "object":
         return ["object", "", "", format_bytes(key.bytes), files]
     shape = "x".join(map(str, key.shape)) or "()"
+    if key.elements_here is not None:
+        shape += f", {_here(key)}"
     return [key.dtype, shape, str(key.shards), format_bytes(key.bytes), files]
 
 
-def _show_saved(found: Contents) -> None:
+def _here(key: Key) -> str:
+    """How much of a tensor one rank saved for itself."""
+    return f"{key.elements_here} of {math.prod(key.shape)} elements"
+
+
+def _show_saved(found: Contents, rank: int | None) -> None:
     saved = found.saved
+    parts = sum(key.elements_here is not None for key in found.keys)
     when = datetime.datetime.fromtimestamp(saved.time).astimezone()
     tensors = sum(key.kind == "tensor" for key in found.keys)
     objects = len(found.keys) - tensors
@@ -137,8 +146,14 @@ def _show_saved(found: Contents) -> None:
         ["metadata version", saved.version or ""],
         ["values", f"{counted(tensors, 'tensor')}, {counted(objects, 'object')}"],
         ["size", f"{size} in {counted(len(found.files), 'file')}"],
+        ["part", "" if rank is None else _part_of(rank, parts)],
     ]
     print_table(["", ""], [item for item in items if item[1]])
+
+
+def _part_of(rank: int, parts: int) -> str:
+    what = f"what rank {rank} saved for itself"
+    return what + (f"; it has {counted(parts, 'tensor')} in part only" if parts else "")
 
 
 def _show_tree(keys: list[Key], depth: int | None, *, is_chosen: bool) -> None:
@@ -215,14 +230,20 @@ def _show_numbers(keys: list[Key], numbers: dict[str, Statistics | str]) -> None
             continue
         values = [one.min, one.max, one.mean, one.std]
         shown = ["" if value is None else f"{value:.6g}" for value in values]
-        rows.append([*columns, *shown, str(one.nan), str(one.inf), ""])
+        note = "" if key.elements_here is None else f"of {_here(key)}"
+        rows.append([*columns, *shown, str(one.nan), str(one.inf), note])
     print_table(
         ["key", "dtype", "min", "max", "mean", "std", "NaN", "inf", ""], rows, right="<<>>>>>>"
     )
 
 
 def _json(
-    found: Contents, keys: list[Key], numbers: dict[str, Statistics | str], *, parts: bool
+    found: Contents,
+    keys: list[Key],
+    numbers: dict[str, Statistics | str],
+    rank: int | None,
+    *,
+    parts: bool,
 ) -> dict[str, Any]:
     from pyckpt.tools.values import value
 
@@ -230,6 +251,8 @@ def _json(
     values: list[dict[str, Any]] = []
     for key in keys:
         entry = key._asdict()
+        if key.elements_here is None:
+            del entry["elements_here"]
         one = numbers.get(key.name)
         if isinstance(one, str):
             entry["no_statistics"] = one
@@ -258,6 +281,7 @@ def _json(
             "save_id": saved.save_id,
             "metadata_version": saved.version,
         },
+        "rank": rank,
         "files": found.files,
         "values": values,
     }

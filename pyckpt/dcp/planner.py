@@ -30,13 +30,19 @@ from pyckpt import _C
 from pyckpt.dcp import objects
 from pyckpt.dcp.filling import TEMPORARY_BYTES
 from pyckpt.dcp.leaves import is_checkpointable, is_sharded_tensor, whole_size, with_attributes
-from pyckpt.dcp.read_items import StayingItems, read_object, read_tensor, whole
+from pyckpt.dcp.read_items import (
+    StayingItems,
+    check_found,
+    read_object,
+    read_tensor,
+    whole,
+)
 from pyckpt.dcp.renaming import wrappers_hint
 from pyckpt.dcp.report import Conversion, LoadReport, Replacement, some
 from pyckpt.dcp.template import Growth, Slot, Template, Undo, is_empty, place
 from pyckpt.dcp.whole import KEYS
 from pyckpt.errors import LoadError
-from pyckpt.format.columns import columns_of
+from pyckpt.format.columns import columns_of, elements_of
 from pyckpt.format.paths import path_of, paths
 from pyckpt.locks import fork_safe_lock
 from pyckpt.private import create_chunk_list, narrow_tensor_by_index
@@ -384,6 +390,8 @@ class LoadPlanner(DefaultLoadPlanner):
             return _materialized(current, device)
         tensor = None if self._create is None else self._create(name, item)
         if tensor is None:
+            # Before there is memory for it: its size may be any where little of it was saved.
+            check_found(name, item, elements_of(item), item.size.numel())
             return torch.empty(item.size, dtype=item.properties.dtype, device=device)
         if tensor.shape != item.size:
             raise LoadError(

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import overload
 
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.tensor import DTensor
 
 from pyckpt import _C
 from pyckpt.errors import CorruptCheckpoint, PyckptError
-from pyckpt.format.columns import chunks_of
-from pyckpt.private import create_read_items_for_chunk_list
+from pyckpt.format.columns import chunks_of, columns_of, elements_of
+from pyckpt.private import create_chunk_list, create_read_items_for_chunk_list
 
-__all__ = ["StayingItems", "read_object", "read_tensor", "whole"]
+__all__ = ["StayingItems", "check_found", "check_part", "read_object", "read_tensor", "whole"]
 
 _NOWHERE = torch.Size((0,))
 # Fewer chunks than these are gone through in the time that a table of them takes to make.
@@ -105,15 +107,74 @@ def read_tensor(
         found = sum(item.lengths.numel() for item in items)
     else:
         items, found = _look_up(name, *table, wanted)
-    needed = sum(math.prod(chunk.sizes) for chunk in wanted)
-    if found < needed:
-        raise CorruptCheckpoint(
-            f"{name}: the checkpoint has {found} of the {needed} elements that this rank needs",
-            key=name,
-            expected=needed,
-            found=found,
-        )
+    check_found(name, saved, found, sum(math.prod(chunk.sizes) for chunk in wanted))
     return items
+
+
+def check_found(name: str, saved: TensorStorageMetadata, found: int, needed: int) -> None:
+    """Raise unless all elements of a tensor are found that are needed.
+
+    Raises:
+        CorruptCheckpoint: some are not in the checkpoint.
+    """
+    if found >= needed:
+        return
+    here, whole = elements_of(saved), saved.size.numel()
+    raise CorruptCheckpoint(
+        f"{name}: the checkpoint has {found} of the {needed} elements that this rank needs"
+        + (
+            f"; each rank saved its own part (use_collectives=False), and this one's has {here} of "
+            f"the tensor's {whole}: load it on as many ranks, with the same shards"
+            if here < whole
+            else ""
+        ),
+        key=name,
+        expected=needed,
+        found=found,
+    )
+
+
+def check_part(metadata: Metadata, items: Iterable[ReadItem], planner: object) -> None:
+    """Raise unless what one rank saved for itself has all that a plan is to load: planners of stock
+    leave memory as it is for which they find nothing.
+
+    Args:
+        metadata: of what the rank saved.
+        items: the plan's.
+        planner: which made it, with the ``state_dict`` that it fills.
+
+    Raises:
+        CorruptCheckpoint: some elements are not in the checkpoint.
+        PyckptError: the planner does not say what it fills, and some tensors have gaps.
+    """
+    if columns_of(metadata) is not None:
+        return  # which have no gaps
+    gapped = {
+        name: saved
+        for name, saved in metadata.state_dict_metadata.items()
+        if isinstance(saved, TensorStorageMetadata) and elements_of(saved) < saved.size.numel()
+    }
+    if not gapped:
+        return
+    state = getattr(planner, "state_dict", None)
+    if not isinstance(state, Mapping):
+        raise PyckptError(
+            f"each rank saved its own part (use_collectives=False), and a {type(planner).__name__} "
+            f"has no state_dict by which to see whether all of {next(iter(gapped))!r} is there "
+            "that is to be loaded"
+        )
+    found = dict.fromkeys(gapped, 0)
+    for item in items:
+        if item.dest_index.fqn in found:
+            found[item.dest_index.fqn] += item.lengths.numel()
+    for name, saved in gapped.items():
+        tensor = state.get(name)
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
+            continue  # this rank has no part of the tensor
+        needed = sum(chunk.sizes.numel() for chunk in create_chunk_list(tensor))
+        check_found(name, saved, found[name], needed)
 
 
 def _look_up(

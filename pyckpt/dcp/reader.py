@@ -16,6 +16,7 @@ from torch.futures import Future
 from pyckpt.activity import Amount
 from pyckpt.dcp.folder import Folder, LocalFolder, read_metadata
 from pyckpt.dcp.parts import Seen, refuse_mixture
+from pyckpt.dcp.read_items import check_part
 from pyckpt.dcp.reading import Load, save_id_of
 from pyckpt.engine import Engine, default_engine, engine_of
 from pyckpt.format import commit
@@ -180,6 +181,8 @@ class DirectReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         assert self._metadata is not None
+        if self._is_own:
+            check_part(self._metadata, plan.items, planner)
         load = Load(
             self._folder,
             self._metadata,

@@ -3,7 +3,7 @@
 All checks are made when metadata is decoded, so that no reader can omit one. Metadata that passes
 may still differ from what was saved, and data files may not agree with it. But every file name lies
 in the checkpoint's directory, every number is in range, and every element of every tensor has a
-place to be read from.
+place to be read from. In what one rank saved for itself, each element has one place at most.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from pyckpt.private import StorageInfo
 
 __all__ = ["check"]
 
+# Comparisons of the chunks of one tensor, at most: a second or so.
+_COMPARISONS_MAX = 1 << 21
 _INT_MAX = (1 << 63) - 1
 # The most bytes of a tensor that one byte of its item may stand for. Special tensors may be packed,
 # but a tensor that claims terabytes would be allocated.
@@ -41,8 +43,13 @@ _XXH3 = re.compile(r"[0-9a-f]{32}")
 _Places = dict[tuple[str, torch.Size | None], StorageInfo]
 
 
-def check(metadata: Any) -> None:
+def check(metadata: Any, *, is_of_rank: bool = False) -> None:
     """Check that a checkpoint can be loaded by this metadata.
+
+    Args:
+        metadata: what was read from a file.
+        is_of_rank: whether one rank saved it for itself, so that tensors may have gaps, which other
+            ranks have. Who loads by it has to look whether all is there that is to be loaded.
 
     Raises:
         Exception: it cannot; mostly a ValueError that says why. Objects from a file may raise other
@@ -59,7 +66,7 @@ def check(metadata: Any) -> None:
         if type(key) is not str:
             _malformed(f"a key is a {type(key).__name__}")
         if type(item) is TensorStorageMetadata:
-            _check_tensor(key, item, places)
+            _check_tensor(key, item, places, is_of_rank)
         elif type(item) is not BytesStorageMetadata:
             _malformed(f"{key!r} is described by a {type(item).__name__}")
         elif (key, None) not in places:
@@ -145,7 +152,7 @@ def _is_inside(path: PurePath) -> bool:
 # --- what items are -------------------------------------------------------------------------------
 
 
-def _check_tensor(key: str, item: TensorStorageMetadata, places: _Places) -> None:
+def _check_tensor(key: str, item: TensorStorageMetadata, places: _Places, is_of_rank: bool) -> None:
     properties, size, chunks = item.properties, item.size, item.chunks
     if type(properties) is not TensorProperties or type(properties.dtype) is not torch.dtype:
         _malformed(f"{key!r} has no dtype")
@@ -195,7 +202,11 @@ def _check_tensor(key: str, item: TensorStorageMetadata, places: _Places) -> Non
         elif extra.get("payload_offset") and extra["payload_length"] != count * item_size:
             _malformed(f"{key!r}: its length and its shape do not agree")
     if numel and (len(chunks) != 1 or chunks[0].sizes != size) and not _is_filled(size, chunks):
-        _malformed(f"the chunks of {key!r} leave gaps in it, or overlap")
+        if not is_of_rank:
+            _malformed(f"the chunks of {key!r} leave gaps in it, or overlap")
+        if not _are_apart(key, chunks):
+            _malformed(f"the chunks of {key!r} overlap")
+        numel = sum(chunk.sizes.numel() for chunk in chunks)
     if (
         properties.layout is torch.strided
         and not transformed
@@ -210,6 +221,35 @@ def _is_filled(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
     return _C.is_tiling(
         size, [chunk.offsets for chunk in chunks], [chunk.sizes for chunk in chunks]
     )
+
+
+def _are_apart(key: str, chunks: list[ChunkStorageMetadata]) -> bool:
+    """Whether no element is in two of the chunks. A rank has few of a tensor."""
+    boxes = [
+        (tuple(chunk.offsets), tuple(map(sum, zip(chunk.offsets, chunk.sizes, strict=True))))
+        for chunk in chunks
+        if chunk.sizes.numel()
+    ]
+    if len(boxes) < 2:
+        return True
+    # Along the dimension in which they are cut most, each is compared with those that it is beside.
+    dims = range(len(boxes[0][0]))
+    along = max(dims, key=lambda dim: len({begin[dim] for begin, _ in boxes}), default=None)
+    if along is None:
+        return False  # one element, and each of them is that
+    boxes.sort(key=lambda box: box[0][along])
+    beside: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    left = _COMPARISONS_MAX
+    for begin, end in boxes:
+        beside = [other for other in beside if other[1][along] > begin[along]]
+        left -= len(beside)
+        if left < 0:
+            _malformed(f"the chunks of {key!r} are too many to be compared")
+        for other_begin, other_end in beside:
+            if all(begin[dim] < other_end[dim] and other_begin[dim] < end[dim] for dim in dims):
+                return False
+        beside.append((begin, end))
+    return True
 
 
 def _dict(value: Any) -> dict[Any, Any]:

@@ -31,6 +31,7 @@ __all__ = [
     "PlacesMapping",
     "chunks_of",
     "columns_of",
+    "elements_of",
     "metadata_of",
     "storage_info",
 ]
@@ -78,6 +79,16 @@ def chunks_of(tensor: TensorStorageMetadata) -> tuple[_C.Columns, int] | None:
     known = vars(tensor)
     source: tuple[_C.Columns, int] | None = known.get("_source")
     return None if "chunks" in known else source
+
+
+def elements_of(tensor: TensorStorageMetadata) -> int:
+    """How many elements of a tensor are in a checkpoint: all of them, but for what one rank saved
+    for itself."""
+    whole = tensor.size.numel()
+    if chunks_of(tensor) is not None:
+        return whole  # the native decoder takes no gaps
+    # Chunks that are there twice fill the tensor: where it has gaps, no two overlap.
+    return min(whole, sum(chunk.sizes.numel() for chunk in tensor.chunks))
 
 
 def storage_info(

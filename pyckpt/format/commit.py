@@ -70,7 +70,6 @@ _DATA_FILE = re.compile(r"__(?P<rank>\d+)_[^/]+\.distcp")
 _OWN_DATA_FILE = re.compile(r"__\d+_[0-9a-f]{32}(\.frozen)?(\.[0-9a-f]{32})?\.distcp")
 _OWN_UPLOAD = re.compile(r"__\d+_[0-9a-f]{32}\.frozen\.[0-9a-f]{32}\.distcp")
 _METADATA_FILE = re.compile(r"(__\d+)?\.metadata")
-_METADATA_OF_RANK = re.compile(r"__\d+\.metadata")
 _MARK = re.compile(r"\.saving(\.\d+)?")
 _PART = re.compile(r"\.part\.[0-9a-f]{32}")
 
@@ -180,7 +179,7 @@ def no_checkpoint(directory: Path) -> OSError:
 
 def _instead(directory: Path, names: list[str]) -> str:
     """What a directory is that has no metadata."""
-    ranks = [name for name in names if _METADATA_OF_RANK.fullmatch(name)]
+    ranks = [name for name in names if metadata_format.is_of_rank(name)]
     if ranks:
         return (
             f"each of {len(ranks)} ranks saved its own checkpoint here; pyckpt inspect takes one "

@@ -24,6 +24,7 @@ import dataclasses
 import io
 import os
 import pickle
+import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -67,6 +68,7 @@ __all__ = [
     "dumps",
     "encode",
     "encode_to",
+    "is_of_rank",
     "is_sealed",
     "read",
     "seal",
@@ -79,6 +81,7 @@ SIZE_MAX = 4 << 30
 # What DCP writes is nested some ten deep.
 _DEPTH_MAX = 100
 _NAME_SHOWN = 200
+_OF_RANK = re.compile(r"__\d+\.metadata")
 _TRAILER = struct.Struct("<8sQI")
 
 
@@ -423,6 +426,12 @@ def read(path: str | os.PathLike[str]) -> Metadata:
         return decode(read_regular(file, path, most=SIZE_MAX), path=path)
 
 
+def is_of_rank(path: str | os.PathLike[str]) -> bool:
+    """Whether a file of this name is what one rank saved for itself (``use_collectives=False``), by
+    which tensors may have gaps."""
+    return _OF_RANK.fullmatch(os.fspath(path).rpartition("/")[2]) is not None
+
+
 def is_sealed(path: str | os.PathLike[str]) -> bool:
     """Whether a ``.metadata`` file has a trailer, with which `read` has compared it.
 
@@ -439,7 +448,8 @@ def decode(data: bytes, *, path: str | os.PathLike[str]) -> Metadata:
 
     Args:
         data: the whole file.
-        path: the file's name, for messages.
+        path: the file's name, for messages; and since the tensors of what one rank saved for itself
+            may have gaps (`is_of_rank`), which are refused in all other metadata.
 
     Raises:
         CorruptCheckpoint: the trailer does not match; or the pickle is damaged, is not metadata
@@ -458,7 +468,7 @@ def decode(data: bytes, *, path: str | os.PathLike[str]) -> Metadata:
         unpickler.path = where
         with collector_paused():
             metadata = unpickler.load()
-            check(metadata)
+            check(metadata, is_of_rank=is_of_rank(where))
     except UnsafeCheckpoint:
         raise
     # A damaged pickle can fail in whatever way the objects that it builds can fail.

@@ -50,9 +50,12 @@ class Key(NamedTuple):
     """In how many parts it was saved."""
     bytes: int
     """Of its values, without what stock PyTorch's format puts around them: of a tensor by its shape
-    and dtype, of an object as it is stored."""
+    and dtype, or by the elements that are there, and of an object as it is stored."""
     files: tuple[str, ...]
     """The data files with its parts."""
+    elements_here: int | None = None
+    """How many of its elements there are, where one rank saved a part of it for itself; None where
+    all are there."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +186,20 @@ def _keys(metadata: Metadata) -> tuple[list[Key], bool]:
         if dtype is None:
             found.append(Key(key, "object", "", (), 1, parts[0].length, files))
             continue
-        size = math.prod(shape) * dtype.itemsize
-        found.append(Key(key, "tensor", _short(dtype), shape, len(parts), size, files))
+        count = math.prod(shape)
+        here = min(count, sum(math.prod(part.sizes) for part in parts))
+        found.append(
+            Key(
+                key,
+                "tensor",
+                _short(dtype),
+                shape,
+                len(parts),
+                here * dtype.itemsize,
+                files,
+                here if here < count else None,
+            )
+        )
     return found, checked
 
 

@@ -24,7 +24,8 @@ class Statistics:
     """Of a tensor's elements; of complex ones, of their absolute values."""
 
     count: int
-    """How many elements there are."""
+    """How many elements there are. Of a tensor of which one rank saved a part for itself, these and
+    what follows are of that part."""
     nan: int
     inf: int
     """How many are infinite, of either sign."""

@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pyckpt.engine import Engine
 from pyckpt.errors import CorruptCheckpoint, PyckptError
+from pyckpt.format.columns import elements_of
 from pyckpt.tools.contents import Contents
 from pyckpt.tools.values import Value, value
 from pyckpt.train.store.pieces import Direct
@@ -42,7 +43,8 @@ def why_opaque(saved: Value) -> str:
 
 
 class Streams:
-    """Reads the same keys of checkpoints, in which they have the same shapes.
+    """Reads the same keys of checkpoints, in which they have the same shapes, and of which all is
+    there unless there is one checkpoint alone.
 
     Args:
         checkpoints: them.
@@ -66,8 +68,8 @@ class Streams:
         metadata = self._contents[0].metadata
 
         def place(key: str) -> tuple[str, int]:
-            part = value(metadata, key).parts[0]
-            return part.file, part.offset
+            parts = value(metadata, key).parts
+            return (parts[0].file, parts[0].offset) if parts else ("", 0)
 
         return sorted(keys, key=place)
 
@@ -102,7 +104,7 @@ class Streams:
     def _elements(
         self, key: str, streams: Sequence[_Stream]
     ) -> Iterator[tuple[str, tuple[torch.Tensor, ...]]]:
-        count = torch.Size(value(self._contents[0].metadata, key).shape).numel()
+        count = elements_of(_tensor(self._sources[0], key).meta)
         while count:
             size = min(stream.ready(key) for stream in streams)
             yield key, tuple(stream.take(size) for stream in streams)

@@ -12,9 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _cli import flip, parts_of, pyckpt
 from _hostile import described, place, saved, write
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 import pyckpt as package
+from pyckpt.format import metadata as metadata_format
 from pyckpt.tools import numbers, values
 from pyckpt.train.store import pieces
 
@@ -244,9 +246,33 @@ def test_each_ranks_own_checkpoint_is_chosen_by_rank(tmp_path: Path) -> None:
     assert [*shown(tmp_path / "own", "--rank", 0)] == ["x"]
 
 
-def test_columns_and_objects_of_metadata_say_the_same(made: Path) -> None:
-    from pyckpt.format import metadata as metadata_format
+@pytest.mark.parametrize("rows", [4, 400_000])
+@pytest.mark.parametrize("is_stride", [False, True])
+def test_a_ranks_part_of_a_tensor_is_told_as_such(
+    rows: int, is_stride: bool, tmp_path: Path
+) -> None:
+    """What it has is read, in runs or box by box, and of what it has not nothing is said."""
+    own = tmp_path / "own"
+    part = torch.arange(rows * 3.0).view(rows, 3)
+    writer = package.DirectWriter(own)
+    dcp.save({"w": part.t().contiguous().t() if is_stride else part}, storage_writer=writer)
+    metadata = FileSystemReader(own).read_metadata()
+    metadata.state_dict_metadata["w"].size = torch.Size([rows, 7])
+    (own / ".metadata").unlink()
+    (own / "__1.metadata").write_bytes(metadata_format.encode(metadata))
+    one = shown(own, "--rank", 1, "--stats")["w"]
+    assert (one["elements_here"], one["bytes"], one["shape"]) == (3 * rows, 12 * rows, [rows, 7])
+    found = one["statistics"]
+    assert (found["count"], found["min"], found["max"]) == (3 * rows, 0.0, 3.0 * rows - 1)
+    shape = f"{3 * rows} of {7 * rows} elements"
+    out = pyckpt("inspect", own, "--rank", 1).out
+    assert shape in out
+    assert "what rank 1 saved for itself; it has 1 tensor in part only" in out
+    assert f"of {shape}" in pyckpt("inspect", own, "--rank", 1, "--stats").out
+    assert "own (rank 1): good: 1 item" in pyckpt("verify", own).out
 
+
+def test_columns_and_objects_of_metadata_say_the_same(made: Path) -> None:
     metadata = metadata_format.read(made / "ours" / ".metadata")
     by_columns = [*values.values(metadata)]
     assert by_columns == [values.value(metadata, key) for key, *_ in by_columns]

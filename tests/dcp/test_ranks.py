@@ -31,6 +31,8 @@ from torch.distributed.tensor import (
 )
 
 import pyckpt
+from pyckpt.errors import CorruptCheckpoint, PyckptError
+from pyckpt.tools.verifying import verify
 
 
 def whole(value: int) -> dict[str, torch.Tensor]:
@@ -232,6 +234,81 @@ def test_without_collectives_each_rank_commits_its_own(how: str, tmp_path: Path)
     assert listing(tmp_path) == [
         name for rank in range(3) for name in (f"__{rank}.metadata", f"__{rank}_ID.distcp")
     ]
+
+
+def _save_shards_alone(directory: Path, by: str) -> None:
+    rank = dist.get_rank()
+    line = init_device_mesh("cpu", (2,))
+    whole = torch.arange(30.0).view(5, 6)
+
+    def sharded(dim: int, *, value: torch.Tensor) -> dict[str, Any]:
+        shards = {"w": distribute_tensor(value.clone(), line, [Shard(dim)])}
+        return {**shards, "few": distribute_tensor(torch.ones(1, 3), line, [Shard(0)]), "n": rank}
+
+    writers = {"pyckpt": pyckpt.DirectWriter, "stock": dcp.FileSystemWriter}
+    dcp.save(sharded(0, value=whole), storage_writer=writers[by](directory), use_collectives=False)
+    dist.barrier()
+    for load in (pyckpt.load, _load_with_stocks_planner):
+        target = sharded(0, value=torch.zeros(5, 6))
+        load(target, directory)
+        assert torch.equal(target["w"].full_tensor(), whole)
+        assert target["n"] == rank
+        # The other half of each column is in the file of the other rank.
+        target = sharded(1, value=torch.full((5, 6), -1.0))
+        with pytest.raises(CorruptCheckpoint, match="w: the checkpoint has"):
+            load(target, directory)
+        dist.barrier()
+        assert torch.equal(target["w"].to_local(), torch.full((5, 3), -1.0))
+
+
+def _load_with_stocks_planner(state: dict[str, Any], directory: Path) -> None:
+    dcp.load(state, storage_reader=pyckpt.DirectReader(directory))
+
+
+@pytest.mark.parametrize("by", ["pyckpt", "stock"])
+def test_shards_that_each_rank_saved_alone_are_loaded_by_as_many(by: str, tmp_path: Path) -> None:
+    run_ranks(2, _save_shards_alone, tmp_path, by)
+    for rank in range(2):
+        assert verify(tmp_path, rank=rank).good
+
+
+@pytest.mark.parametrize("target", [torch.full((5, 6), -1.0), None])
+def test_a_ranks_own_file_is_not_the_whole_tensor(
+    target: torch.Tensor | None, tmp_path: Path
+) -> None:
+    run_ranks(2, _save_shards_alone, tmp_path, "pyckpt")
+    state = {"w": target}
+    with pytest.raises(CorruptCheckpoint, match=r"w: .* 18 of the 30 elements.*load it on"):
+        pyckpt.load(state, tmp_path)
+    assert state["w"] is target
+    if target is None:
+        return
+    with pytest.raises(CorruptCheckpoint, match="18 of the 30 elements"):
+        _load_with_stocks_planner(state, tmp_path)
+    assert torch.equal(target, torch.full((5, 6), -1.0))
+
+
+class _NamelessPlanner(dcp.DefaultLoadPlanner):
+    """A planner that does not say what it fills."""
+
+    def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        super().set_up_planner(state_dict, *args, **kwargs)
+        self.hidden = self.state_dict
+
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()
+        del self.state_dict
+        return plan
+
+
+def test_a_planner_that_hides_its_state_loads_no_part(tmp_path: Path) -> None:
+    run_ranks(2, _save_shards_alone, tmp_path, "pyckpt")
+    with pytest.raises(PyckptError, match="_NamelessPlanner has no state_dict"):
+        dcp.load(
+            {"w": torch.zeros(5, 6)},
+            storage_reader=pyckpt.DirectReader(tmp_path),
+            planner=_NamelessPlanner(),
+        )
 
 
 def _save_alone_and_together(directory: Path) -> None:

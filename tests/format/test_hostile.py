@@ -80,6 +80,56 @@ def test_chunks_with_gaps_are_not_loaded(tmp_path: Path, gap: str, into: str) ->
     assert state["w"] is None or bool(state["w"].eq(7).all())
 
 
+def own_metadata(size: tuple[int, ...], chunks: list[Box]) -> bytes:
+    places = {
+        at("w", *offsets, number=number): place(0, 1 << 20)
+        for number, (offsets, _) in enumerate(chunks)
+    }
+    return metadata_format.encode(Metadata({"w": described(size, chunks)}, None, places))
+
+
+@pytest.mark.parametrize("gap", GAPS)
+def test_what_a_rank_saved_for_itself_may_have_gaps_alone(gap: str) -> None:
+    size, chunks = GAPS[gap]
+    data = own_metadata(size, chunks)
+    with pytest.raises(CorruptCheckpoint, match="leave gaps"):
+        metadata_format.decode(data, path="s3://bucket/step/.metadata")
+    if "overlap" in gap or "twice" in gap:
+        with pytest.raises(CorruptCheckpoint, match="'w' overlap"):
+            metadata_format.decode(data, path="s3://bucket/step/__7.metadata")
+    else:
+        read = metadata_format.decode(data, path="s3://bucket/step/__7.metadata")
+        assert len(read.state_dict_metadata["w"].chunks) == len(chunks)
+
+
+def test_a_rank_cannot_save_a_part_of_a_tensor_twice() -> None:
+    for size, chunk in (((4,), ((1,), (2,))), ((2, 4), ((0, 0), (1, 4)))):
+        data = own_metadata(size, [chunk, chunk])
+        with pytest.raises(CorruptCheckpoint, match="'w' overlap"):
+            metadata_format.decode(data, path="__0.metadata")
+
+
+def test_chunks_of_a_rank_that_cannot_be_compared_are_refused() -> None:
+    """Each begins where no other does, beside all of those before it."""
+    count = 2100
+    size = (2 * count, 2 * count)
+    chunks: list[Box] = [((i, count - i), (count, 1)) for i in range(count)]
+    data = own_metadata(size, chunks)
+    with pytest.raises(CorruptCheckpoint, match="too many"):
+        metadata_format.decode(data, path="__0.metadata")
+
+
+def test_memory_is_not_taken_for_what_a_rank_has_not_saved(tmp_path: Path) -> None:
+    write(tmp_path, {}, {}, saved(torch.ones(4)))
+    places = {at("w", 0): place(0, len(saved(torch.ones(4))))}
+    described_as = described((1 << 50,), [((0,), (4,))])
+    content = metadata_format.encode(Metadata({"w": described_as}, {"w": ("w",)}, places))
+    (tmp_path / ".metadata").unlink()
+    (tmp_path / "__0.metadata").write_bytes(content)
+    with pytest.raises(CorruptCheckpoint, match="w: the checkpoint has 4 of the 1125899906842624"):
+        load(tmp_path, {"w": None})
+
+
 def test_chunks_with_gaps_are_not_exported(tmp_path: Path) -> None:
     size, chunks = GAPS["overlap in a row"]
     with_chunks(tmp_path / "step-00000001", "model.w", size, chunks)
@@ -171,6 +221,35 @@ def test_tilings_as_counted(tiling: tuple[tuple[int, ...], list[Box]]) -> None:
     expected = 0 in size or (whole and covers(size, [box for box in boxes if 0 not in box[1]]))
     found = _C.is_tiling(size, [offsets for offsets, _ in boxes], [sizes for _, sizes in boxes])
     assert found == expected
+
+
+@settings(max_examples=examples(200), derandomize=True, deadline=None)
+@given(tilings())
+def test_chunks_of_a_rank_as_counted(tiling: tuple[tuple[int, ...], list[Box]]) -> None:
+    size, boxes = tiling
+    boxes = [box for box in boxes if 0 not in box[1]]
+    inside = all(
+        offset + extent <= end
+        for offsets, sizes in boxes
+        for offset, extent, end in zip(offsets, sizes, size, strict=True)
+    )
+    if 0 in size or not inside:
+        return
+    elements = [
+        element
+        for offsets, sizes in boxes
+        for element in itertools.product(
+            *(range(begin, begin + extent) for begin, extent in zip(offsets, sizes, strict=True))
+        )
+    ]
+    are_apart = len(elements) == len(set(elements))
+    try:
+        metadata_format.decode(own_metadata(size, boxes), path="__0.metadata")
+    except CorruptCheckpoint:
+        assert not are_apart
+        assert not covers(size, boxes)
+    else:
+        assert are_apart or covers(size, boxes)
 
 
 def test_many_chunks_take_as_long_as_sorting_them() -> None:

@@ -27,6 +27,7 @@ from pyckpt.engine import Engine
 from pyckpt.errors import CorruptCheckpoint
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
+from pyckpt.format.columns import elements_of
 from pyckpt.format.paths import recorded_path
 from pyckpt.layouts import Layout
 from pyckpt.private import create_read_items_for_chunk_list
@@ -154,7 +155,8 @@ class TensorSource:
 
     def read(self, tensors: Sequence[ModelTensor]) -> Iterator[tuple[ModelTensor, torch.Tensor]]:
         """The elements of tensors, each in row-major order, in pieces: one-dimensional tensors of
-        the dtype that was saved."""
+        the dtype that was saved. Of a tensor of which one rank saved a part for itself, the
+        elements of that part, chunk by chunk."""
         runs: list[Stored] = []
         whose: dict[str, ModelTensor] = {}
 
@@ -230,7 +232,7 @@ class TensorSource:
             )
         reader = DirectReader(self.checkpoint, direct=self.direct, engine=self.engine)
         reader.set_up_storage_reader(self.metadata, is_coordinator=True)
-        for offsets, sizes in _split(tensor.meta.size, limit):
+        for offsets, sizes in self._split(tensor.meta, limit):
             box = torch.empty(sizes, dtype=dtype, device="cpu")
             chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
             items = create_read_items_for_chunk_list(tensor.key, tensor.meta, [chunk])
@@ -238,6 +240,16 @@ class TensorSource:
                 raise CorruptCheckpoint(f"{tensor.key}: parts of it were not saved", key=tensor.key)
             reader.read_data(LoadPlan(items), _Into(box)).wait()  # type: ignore[arg-type]
             yield box.view(-1)
+
+    def _split(
+        self, meta: TensorStorageMetadata, limit: int
+    ) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        if elements_of(meta) == meta.size.numel():
+            yield from _split(meta.size, limit)
+            return
+        for chunk in meta.chunks:
+            for offsets, sizes in _split(chunk.sizes, limit) if chunk.sizes.numel() else ():
+                yield [a + b for a, b in zip(chunk.offsets, offsets, strict=True)], sizes
 
 
 class _Into:
