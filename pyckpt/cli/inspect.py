@@ -16,6 +16,7 @@ from pyckpt.cli.output import (
     damage_is_bad,
     finite,
     format_bytes,
+    on_other_nodes,
     print_json,
     print_table,
     say,
@@ -107,10 +108,10 @@ def _near(key: str, found: Contents) -> str:
 
 
 def _is_opaque(reason: str) -> bool:
-    """Whether a tensor has no statistics because of what it is, and not of damage."""
-    from pyckpt.tools.streams import OPAQUE
+    """Whether a tensor has no statistics because of what or where it is, and not of damage."""
+    from pyckpt.tools.streams import ELSEWHERE, OPAQUE
 
-    return reason in OPAQUE
+    return reason in OPAQUE or reason == ELSEWHERE
 
 
 def _columns(key: Key) -> list[str]:
@@ -146,6 +147,10 @@ def _show_saved(found: Contents, rank: int | None) -> None:
         ["metadata version", saved.version or ""],
         ["values", f"{counted(tensors, 'tensor')}, {counted(objects, 'object')}"],
         ["size", f"{size} in {counted(len(found.files), 'file')}"],
+        [
+            "other nodes",
+            on_other_nodes(len(found.elsewhere), len(found.files)) if found.elsewhere else "",
+        ],
         ["part", "" if rank is None else _part_of(rank, parts)],
     ]
     print_table(["", ""], [item for item in items if item[1]])
@@ -191,7 +196,10 @@ def _show_value(found: Contents, key: Key, numbers: dict[str, Statistics | str])
 
     print_table(_HEADINGS, [[key.name, *_columns(key)]], right=_RIGHT)
     saved = value(found.metadata, key.name)
-    if key.kind == "object":
+    if key.kind == "object" and not found.is_here(saved.parts):
+        say()
+        say("it is on another node")
+    elif key.kind == "object":
         from pyckpt.errors import UnsafeCheckpoint
 
         try:
@@ -283,5 +291,6 @@ def _json(
         },
         "rank": rank,
         "files": found.files,
+        "elsewhere": sorted(found.elsewhere),
         "values": values,
     }

@@ -40,6 +40,7 @@ __all__ = [
     "format_seconds",
     "local",
     "logging_to_stderr",
+    "on_other_nodes",
     "print_json",
     "print_table",
     "progress_bar",
@@ -185,6 +186,11 @@ def complain(error: BaseException | str) -> None:
 def counted(count: int, what: str) -> str:
     """A number of things: ``1 value``, ``2 values``."""
     return f"{count} {what}{'s' * (count != 1)}"
+
+
+def on_other_nodes(count: int, files: int) -> str:
+    """How many files of a checkpoint other nodes have, in words."""
+    return f"{count} of {counted(files, 'file')} are on other nodes"
 
 
 def format_bytes(count: float) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from pyckpt.cli.output import AsJson, console, format_bytes, local, print_json
+from pyckpt.cli.output import AsJson, console, format_bytes, local, on_other_nodes, print_json
 from pyckpt.format import commit
 from pyckpt.printable import printable
 
@@ -125,34 +126,37 @@ def export(
             raise ValueError(f"{how} writes what was saved, and does not take {', '.join(unused)}")
     source = _checkpoint_at(checkpoint, naming)
     part = None if everything else key or "model"
-    if format == "dcp":
-        copy_checkpoint(source, out, key=part, overwrite=overwrite)
-        written = metadata_format.data_files(metadata_of(out))
-        files = [*(out / name for name in sorted(written)), out / commit.metadata_name()]
-    elif format == "torch" and everything:
-        if not overwrite and os.path.lexists(out):
-            raise FileExistsError(
-                errno.EEXIST, "a file is there already; replace it by --overwrite", str(out)
-            )
-        to_torch(source, out)
-        files = [out]
-    else:
-        try:
-            files = write_model(
-                source,
-                out,
-                format=format,
-                key=part,
-                dtype=_dtype(dtype),
-                max_shard_size=max_shard_size or "5GB",
-                tied=_pairs(tied or ()),
-                config=config,
-                overwrite=overwrite,
-            )
-        except NoTensors as error:
-            # With --format torch, --all writes more than tensors.
-            hint = "; --all exports all tensors" if error.hint and format == "safetensors" else ""
-            raise ValueError(f"{error.what}{hint}") from error
+    with _naming_other_nodes(source):
+        if format == "dcp":
+            copy_checkpoint(source, out, key=part, overwrite=overwrite)
+            written = metadata_format.data_files(metadata_of(out))
+            files = [*(out / name for name in sorted(written)), out / commit.metadata_name()]
+        elif format == "torch" and everything:
+            if not overwrite and os.path.lexists(out):
+                raise FileExistsError(
+                    errno.EEXIST, "a file is there already; replace it by --overwrite", str(out)
+                )
+            to_torch(source, out)
+            files = [out]
+        else:
+            try:
+                files = write_model(
+                    source,
+                    out,
+                    format=format,
+                    key=part,
+                    dtype=_dtype(dtype),
+                    max_shard_size=max_shard_size or "5GB",
+                    tied=_pairs(tied or ()),
+                    config=config,
+                    overwrite=overwrite,
+                )
+            except NoTensors as error:
+                # With --format torch, --all writes more than tensors.
+                hint = (
+                    "; --all exports all tensors" if error.hint and format == "safetensors" else ""
+                )
+                raise ValueError(f"{error.what}{hint}") from error
     sizes = {str(path): path.stat().st_size for path in files}
     if as_json:
         print_json({"checkpoint": str(source), "files": sizes})
@@ -282,6 +286,24 @@ def _checkpoint_at(path: Path, naming: str | None) -> Path:
     if newest is None:
         raise FileNotFoundError(2, "no checkpoint, and no valid one in it", str(path))
     return newest.path
+
+
+@contextmanager
+def _naming_other_nodes(source: Path) -> Iterator[None]:
+    """Say it where a file is missing because another node has it."""
+    from pyckpt.tools.contents import contents
+
+    try:
+        yield
+    except FileNotFoundError as error:
+        if os.path.dirname(os.path.abspath(error.filename or "")) != os.path.abspath(source):
+            raise
+        found = contents(source)
+        if os.path.basename(error.filename) not in found.elsewhere:
+            raise
+        which = on_other_nodes(len(found.elsewhere), len(found.files))
+        what = f"{which}: export it from the mirror, or bring all files into one directory"
+        raise FileNotFoundError(errno.ENOENT, what, str(source)) from error
 
 
 def _pairs(given: Sequence[str]) -> dict[str, str]:

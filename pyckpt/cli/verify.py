@@ -17,6 +17,7 @@ from pyckpt.cli.output import (
     counted,
     format_bytes,
     local,
+    on_other_nodes,
     print_json,
     progress_bar,
     say,
@@ -41,7 +42,8 @@ def verify(
     """Read checkpoints, and compare all bytes with the checksums that were saved.
 
     The first damage does not end it. What stock PyTorch wrote has checksums in its items, which are
-    compared, and none in its metadata. The answer is bad (exit status 1) if anything is damaged.
+    compared, and none in its metadata. In the directory of one of several nodes, the files of that
+    node are read. The answer is bad (exit status 1) if anything is damaged.
     """
     from pyckpt.errors import CorruptCheckpoint, PyckptError, UnsafeCheckpoint
     from pyckpt.tools import verifying
@@ -101,6 +103,8 @@ def _show(name: str, found: Verified, seconds: float) -> None:
             say(f"  {where}: " + (f"{damage.key}: " if damage.key else "") + damage.what)
         if len(found.damages) > _SHOWN:
             say(f"  and {len(found.damages) - _SHOWN} more, which --json lists")
+    if found.elsewhere:
+        say(f"  {on_other_nodes(len(found.elsewhere), found.files)}")
     if found.by_stock:
         say("  saved by stock PyTorch: its items have checksums, its metadata has none")
     elif not found.metadata_checked:
@@ -116,6 +120,8 @@ def _json(found: Verified) -> dict[str, Any]:
         "items": found.items,
         "hashed": found.hashed,
         "bytes": found.bytes,
+        "files": found.files,
+        "elsewhere": found.elsewhere,
         "by_stock": found.by_stock,
         "metadata_checked": found.metadata_checked,
         "unchecked": found.unchecked,

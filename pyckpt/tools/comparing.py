@@ -18,7 +18,7 @@ from pyckpt.errors import PyckptError
 from pyckpt.tools import objects
 from pyckpt.tools.contents import Contents, Key, contents
 from pyckpt.tools.numbers import in_parts, numbers
-from pyckpt.tools.streams import Streams, why_opaque
+from pyckpt.tools.streams import ELSEWHERE, Streams, why_opaque
 from pyckpt.tools.values import value
 from pyckpt.train.store.pieces import Direct
 
@@ -32,7 +32,7 @@ class Difference:
     key: str
     kind: Literal["only in A", "only in B", "kind", "shape", "dtype", "values", "not compared"]
     """``dtype``: the values may be equal or not, as the numbers say. ``not compared``: one of the
-    two is damaged, or cannot be read."""
+    two is damaged, or cannot be read, or is on another node."""
     a: str = ""
     """What A has there, in a few words."""
     b: str = ""
@@ -124,6 +124,19 @@ def compare(
             else:
                 saved = value(found.a.metadata, name), value(found.b.metadata, name)
                 plain = not any(map(why_opaque, saved))
+                sides = {"A": found.a.is_here(saved[0].parts), "B": found.b.is_here(saved[1].parts)}
+                if not all(sides.values()):
+                    whose = " and ".join(side for side, is_here in sides.items() if not is_here)
+                    found.differences.append(
+                        Difference(
+                            name,
+                            "not compared",
+                            _words(x),
+                            _words(y),
+                            why=f"{whose}: {ELSEWHERE}",
+                        )
+                    )
+                    continue
                 (tensors if plain else others).append(x)
     total = sum(key.bytes for key in [*tensors, *others])
     progress(0, total)

@@ -22,15 +22,18 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from pyckpt.collector import collector_paused
+from pyckpt.dcp.reading import save_id_of
 from pyckpt.errors import CorruptCheckpoint, PyckptError
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
 from pyckpt.remote.address import place_of
 from pyckpt.remote.folder import RemoteFolder
-from pyckpt.tools.values import values
+from pyckpt.tools.values import Part, values
 from pyckpt.train.store.catalog import Note, note_of
+from pyckpt.train.store.part import Part as NodePart
+from pyckpt.train.store.part import read_part
 
-__all__ = ["Contents", "Key", "Node", "Saved", "contents", "metadata_of", "ranks_of"]
+__all__ = ["Contents", "Key", "Node", "Saved", "contents", "metadata_of", "part_of", "ranks_of"]
 
 _RANK = re.compile(r"__(\d+)_")
 _LEVELS_MAX = 64
@@ -89,6 +92,12 @@ class Contents:
     metadata: Metadata
     keys: list[Key]
     """In the order of the metadata, but for the note of a `Checkpointer`."""
+    elsewhere: frozenset[str] = frozenset()
+    """The data files that other nodes have, where each node has a directory of its own."""
+
+    def is_here(self, parts: Iterable[Part]) -> bool:
+        """Whether none of these parts of a value is in a file of another node."""
+        return not any(part.file in self.elsewhere for part in parts)
 
     def matching(self, pattern: str | None) -> list[Key]:
         """The key of that name; or those below it; or those that match it, if it is a pattern as
@@ -129,6 +138,13 @@ def contents(path: str | os.PathLike[str], *, rank: int | None = None) -> Conten
     with suppress(OSError, PyckptError):  # what is damaged can be looked into all the same
         note = note_of(place, metadata, read)
     note = note or Note(None, False, {})
+    elsewhere: frozenset[str] = frozenset()
+    with suppress(OSError, PyckptError):
+        part = None if isinstance(place, str) else part_of(place, metadata)
+        if part is not None:
+            assert isinstance(place, Path)
+            elsewhere = frozenset(part.on_other_nodes(place, files))
+            note = Note(note.step, part.final, part.metrics)
     with collector_paused():
         keys, checked = _keys(metadata)
     meta = metadata.storage_meta
@@ -142,7 +158,7 @@ def contents(path: str | os.PathLike[str], *, rank: int | None = None) -> Conten
         final=note.final,
         metrics=dict(note.metrics),
     )
-    return Contents(place, saved, files, metadata, keys)
+    return Contents(place, saved, files, metadata, keys, elsewhere)
 
 
 def _metadata_there(folder: RemoteFolder, name: str) -> Metadata:
@@ -169,6 +185,16 @@ def metadata_of(directory: Path, rank: int | None = None) -> Metadata:
     if rank is None and commit.lost_metadata(names):
         raise CorruptCheckpoint(f"{directory}: {commit.LOST_METADATA}", path=str(directory))
     raise commit.no_checkpoint(directory)
+
+
+def part_of(directory: Path, metadata: Metadata) -> NodePart | None:
+    """What a node has of a checkpoint; None where each node has all of it. Raises as `read_part`.
+
+    Args:
+        directory, metadata: of the checkpoint.
+    """
+    save_id = save_id_of(metadata)
+    return None if save_id is None else read_part(directory, save_id)
 
 
 def ranks_of(files: Iterable[str]) -> int:

@@ -12,7 +12,7 @@ import torch
 from pyckpt.engine import Engine
 from pyckpt.tools.contents import Contents
 from pyckpt.tools.numbers import in_parts, numbers
-from pyckpt.tools.streams import Streams, why_opaque
+from pyckpt.tools.streams import ELSEWHERE, Streams, why_opaque
 from pyckpt.tools.values import value
 from pyckpt.train.store.pieces import Direct
 
@@ -47,7 +47,7 @@ def statistics(
     """Read tensors of a checkpoint, in the order of its files, and compare their checksums.
 
     Yields each key with its statistics; or with the reason why it has none, as text: the value is
-    damaged, or no plain tensor.
+    damaged, or no plain tensor, or other nodes have it.
 
     Raises:
         OSError: this process has no memory or descriptors left.
@@ -56,6 +56,8 @@ def statistics(
     for key in keys:
         saved = value(contents.metadata, key)
         reason = why_opaque(saved)
+        if not contents.is_here(saved.parts):
+            reason = reason or ELSEWHERE
         if reason:
             yield key, reason
         else:

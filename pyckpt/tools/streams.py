@@ -16,7 +16,7 @@ from pyckpt.train.store.pieces import Direct
 from pyckpt.train.store.tensors import ModelTensor, TensorSource
 from pyckpt.train.store.transient import is_shortage
 
-__all__ = ["OPAQUE", "Event", "Streams", "why_opaque"]
+__all__ = ["ELSEWHERE", "OPAQUE", "Event", "Streams", "why_opaque"]
 
 Event = None | tuple[torch.Tensor, ...] | Exception
 """None: a tensor begins, or begins again. A tuple: its next elements, of each of the checkpoints,
@@ -30,6 +30,8 @@ _TRANSFORMED = "transformed by an extension of DCP"
 _NOT_PLAIN = "no plain tensor"
 OPAQUE = frozenset({_TRANSFORMED, _NOT_PLAIN})
 """The reasons that `why_opaque` gives."""
+ELSEWHERE = "it is on another node, or a part of it is"
+"""Why a value is not read in the directory of one node, which has no file of the others."""
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 

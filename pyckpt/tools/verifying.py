@@ -41,7 +41,7 @@ from pyckpt.format.item import (
     is_readable,
 )
 from pyckpt.tools import verify_reads
-from pyckpt.tools.contents import metadata_of
+from pyckpt.tools.contents import metadata_of, part_of
 from pyckpt.tools.values import Part, values
 from pyckpt.tools.verify_reads import Item, Range, Reader
 from pyckpt.train.store.catalog import reading
@@ -84,6 +84,11 @@ class Verified:
     it is only known that their bytes are there."""
     metadata_checked: bool = False
     """Whether the metadata has a checksum, which matches. Stock PyTorch's has none."""
+    files: int = 0
+    """How many data files the checkpoint has."""
+    elsewhere: tuple[str, ...] = ()
+    """Those of them that other nodes have, where each node has a directory of its own. They were
+    not looked for."""
     by_stock: bool = False
     """Whether the checksums are those of stock PyTorch's archives."""
 
@@ -100,7 +105,8 @@ def verify(
     engine: Engine | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Verified:
-    """Read all of a checkpoint, and compare its checksums. Damage of the data raises nothing.
+    """Read all of a checkpoint, and compare its checksums. Damage of the data raises nothing. Where
+    each node has a directory of its own, only the files of this node are looked at.
 
     Args:
         path: its directory.
@@ -163,6 +169,8 @@ class _Work:
         self._total = self._done = 0
 
     def run(self) -> Verified:
+        self._found.files = len(self._sizes)
+        self._found.elsewhere = self._on_other_nodes()
         items = self._items()
         self._total = sum(part.length for _, part, _ in items)
         self._progress(0, self._total)
@@ -179,13 +187,23 @@ class _Work:
 
     # --- what is to be read ---
 
+    def _on_other_nodes(self) -> tuple[str, ...]:
+        try:
+            part = part_of(self._directory, self._metadata)
+        except CorruptCheckpoint as error:
+            name = os.path.basename(error.path) if error.path else ""
+            self._found.damages.append(Damage(None, name, None, str(error)))
+            return ()
+        return () if part is None else part.on_other_nodes(self._directory, self._sizes)
+
     def _items(self) -> list[tuple[str, Part, torch.dtype | None]]:
         """The parts that can be read, in the order of the files."""
-        ends = {name: self._end_of(name, size) for name, size in self._sizes.items()}
+        here = {n: size for n, size in self._sizes.items() if n not in self._found.elsewhere}
+        ends = {name: self._end_of(name, size) for name, size in here.items()}
         items = []
         for key, dtype, _, parts in values(self._metadata, with_note=True):
             for part in parts:
-                end = ends[part.file]
+                end = ends.get(part.file)
                 if end is None or part.offset + part.length <= end:
                     if end is not None:
                         items.append((key, part, dtype))

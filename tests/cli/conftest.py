@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from _ranks import run_ranks
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import pyckpt
+from pyckpt.tools.contents import contents
+from pyckpt.tools.values import value
+from pyckpt.train.store.part import Part, write_part
 
 
 def state() -> dict[str, object]:
@@ -41,6 +46,44 @@ def _made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (token,) = (root / "run" / ".pyckpt").glob("generation-*")
     token.unlink()
     return root
+
+
+def _save_shards(directory: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = {
+        "both": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)]),
+        "one": torch.full((2,), 5.0),
+    }
+    with pyckpt.Checkpointer(directory) as checkpointer:
+        checkpointer.save(7, {"model": model, "words": ["a", "b"]}, metrics={"loss": 0.5})
+
+
+@pytest.fixture(scope="session")
+def _nodes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("nodes")
+    run_ranks(2, _save_shards, root / "all")
+    whole = root / "all" / "step-00000007"
+    save_id = contents(whole).saved.save_id
+    assert save_id is not None
+    for rank in range(2):
+        step = root / f"node-{rank}" / whole.name
+        step.mkdir(parents=True)
+        (file,) = (path.name for path in whole.glob(f"__{rank}_*.distcp"))
+        for name in (".metadata", file):
+            shutil.copy(whole / name, step)
+        write_part(step, save_id, Part({file}, final=True, metrics={"loss": 0.5}))
+    return root
+
+
+@pytest.fixture
+def nodes(_nodes: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """What two nodes with directories of their own have of a checkpoint. Each has half of
+    ``model.both``, and the first has ``model.one``."""
+    shutil.copytree(_nodes, tmp_path / "nodes")
+    first, second = (tmp_path / "nodes" / f"node-{rank}" / "step-00000007" for rank in range(2))
+    found = contents(first)
+    is_first = found.is_here(value(found.metadata, "model.one").parts)
+    return (first, second) if is_first else (second, first)
 
 
 @pytest.fixture

@@ -183,3 +183,12 @@ def test_shards_do_not_matter(tmp_path: Path) -> None:
         assert pyckpt("inspect", tmp_path / kind, "--json").json["values"][0]["shards"] == 2
         done = pyckpt("diff", tmp_path / "whole", tmp_path / kind, "--json")
         assert (done.status, done.json["equal"]) == (0, 1)
+
+
+def test_what_is_on_another_node_is_not_compared(nodes: tuple[Path, Path]) -> None:
+    first, second = nodes
+    done = pyckpt("diff", first, second)
+    assert done.status == 1
+    assert "model.both: A and B: it is on another node, or a part of it is" in done.out
+    assert "model.one: B: it is on another node" in done.out
+    assert pyckpt("diff", first, second, "--metadata").status == 0

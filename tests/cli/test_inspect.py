@@ -276,3 +276,21 @@ def test_columns_and_objects_of_metadata_say_the_same(made: Path) -> None:
     metadata = metadata_format.read(made / "ours" / ".metadata")
     by_columns = [*values.values(metadata)]
     assert by_columns == [values.value(metadata, key) for key, *_ in by_columns]
+
+
+def test_what_is_on_another_node_is_told_as_such(nodes: tuple[Path, Path]) -> None:
+    first, second = nodes
+    done = pyckpt("inspect", second, "--stats")
+    assert done.status == 0
+    assert done.out.count("on another node") == 2
+    assert "1 of 2 files are on other nodes" in done.out
+    for node in nodes:  # one of which does not have the note
+        assert "loss=0.5" in pyckpt("inspect", node).out
+    found = pyckpt("inspect", first, "--stats", "--json")
+    numbers = {one["name"]: one.get("statistics") for one in found.json["values"]}
+    assert numbers["model.one"]["mean"] == 5.0
+    assert numbers["model.both"] is None
+    assert len(found.json["elsewhere"]) == 1
+    shown_by = [pyckpt("inspect", node, "words") for node in nodes]
+    assert [done.status for done in shown_by] == [0, 0]
+    assert sorted("it is on another node" in done.out for done in shown_by) == [False, True]

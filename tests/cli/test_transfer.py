@@ -218,3 +218,12 @@ def test_repair_optimizer(run: Path, tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "2 put right" in done.stdout
     assert told("repair-optimizer", tmp_path / "c") == {"repairs": [], "written": False}
+
+
+@pytest.mark.parametrize("how", [(), ("--format", "dcp"), ("--format", "torch", "--all")])
+def test_a_part_of_a_checkpoint_is_not_exported(
+    how: tuple[str, ...], nodes: tuple[Path, Path], tmp_path: Path
+) -> None:
+    done = command("export", nodes[0], tmp_path / "out", *how)
+    assert done.status == 2
+    assert "1 of 2 files are on other nodes: export it from the mirror" in done.err

@@ -279,3 +279,38 @@ def test_the_program_shows_a_bar_in_a_terminal_and_none_in_a_pipe(made: Path) ->
         [sys.executable, "-m", "pyckpt", "verify", made], capture_output=True, text=True, check=True
     )
     assert "\x1b" not in piped.stdout + piped.stderr
+
+
+def test_files_of_other_nodes_are_no_damage(nodes: tuple[Path, Path]) -> None:
+    for node in nodes:
+        done = pyckpt("verify", node.parent)
+        assert done.status == 0
+        assert "good" in done.out
+        assert "1 of 2 files are on other nodes" in done.out
+        (found,) = pyckpt("verify", node, "--json").json
+        assert (found["files"], len(found["elsewhere"]), found["good"]) == (2, 1, True)
+        assert found["items"] >= 2
+
+
+def test_a_file_that_its_own_node_lacks_is_damage(nodes: tuple[Path, Path]) -> None:
+    first, second = nodes
+    (file,) = first.glob("*.distcp")
+    file.unlink()
+    done = pyckpt("verify", first)
+    assert done.status == 1
+    assert f"{file.name}: it is missing" in done.out
+    assert "1 of 2 files are on other nodes" in done.out
+    (record,) = second.glob(".part.*")
+    record.write_bytes(b"{")
+    done = pyckpt("verify", second)
+    assert done.status == 1
+    assert f"  {record.name}: " in done.out
+
+
+def test_a_file_that_was_brought_from_another_node_is_read(nodes: tuple[Path, Path]) -> None:
+    first, second = nodes
+    (file,) = second.glob("*.distcp")
+    (first / file.name).write_bytes(file.read_bytes()[:-1])
+    done = pyckpt("verify", first)
+    assert done.status == 1
+    assert file.name in done.out

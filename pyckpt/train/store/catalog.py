@@ -328,7 +328,7 @@ class Catalog:
         part = None if save_id is None else read_part(path, save_id)
         elsewhere: tuple[str, ...] = ()
         if part is not None:
-            elsewhere = tuple(n for n in files if n not in part.files and not (path / n).exists())
+            elsewhere = part.on_other_nodes(path, files)
         here = {name: size for name, size in files.items() if name not in elsewhere}
         _check_files(path, here)  # says more than that a note in them cannot be read
         if part is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,13 @@ class Part:
     final: bool = False
     """Of the checkpoint, whose own note may be in a file of another node. So are the metrics."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def on_other_nodes(self, directory: Path, files: Iterable[str]) -> tuple[str, ...]:
+        """Those of the checkpoint's files that other nodes have, in their order. One that was
+        brought here is here."""
+        return tuple(
+            name for name in files if name not in self.files and not (directory / name).exists()
+        )
 
 
 def pending(folder: Path) -> set[str]:
