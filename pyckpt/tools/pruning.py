@@ -9,7 +9,7 @@ Checkpoints stay too that hold a file which no save has written.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,9 @@ from pyckpt.train.store.removal import remove
 from pyckpt.train.store.retention import Retention, surplus
 
 __all__ = ["JobRuns", "Plan", "Planned", "plan", "prune"]
+
+
+_LINK = "a link to another directory"
 
 
 class JobRuns(PyckptError):
@@ -72,8 +75,13 @@ def plan(directory: str | os.PathLike[str], retention: Retention) -> Plan:
     if commit.metadata_name() in os.listdir(root):
         raise ValueError(f"{root} is itself a checkpoint, not a directory of them")
     catalog = Catalog(root)
+    links = catalog.links()
     entries = [catalog.examine(step) for step in reversed(catalog.steps())]
-    valid = [entry.checkpoint for entry in entries if entry.checkpoint is not None]
+    valid = [
+        entry.checkpoint
+        for entry in entries
+        if entry.checkpoint is not None and entry.path.name not in links
+    ]
     if retention.keep_best is not None and valid:
         metric = retention.keep_best[0]
         known = sorted({name for checkpoint in valid for name in checkpoint.metrics})
@@ -82,8 +90,9 @@ def plan(directory: str | os.PathLike[str], retention: Retention) -> Plan:
                 f"no checkpoint has the metric {metric!r}; they have {', '.join(known) or 'none'}"
             )
     newest = max((checkpoint.step for checkpoint in valid), default=-1)
-    going = set(surplus(valid, retention))
-    planned = [_planned(entry, valid, retention, going, newest) for entry in entries]
+    linked = {step: name for name, step in sorted(links.items()) if step is not None}
+    going = set(surplus(valid, retention, protected=linked))
+    planned = [_planned(entry, valid, retention, going, newest, links, linked) for entry in entries]
     return Plan(root, planned, Fence(root).last_job())
 
 
@@ -93,13 +102,17 @@ def _planned(
     retention: Retention,
     going: set[int],
     newest: int,
+    links: Mapping[str, int | None],
+    linked: Mapping[int, str],
 ) -> Planned:
     step, checkpoint = entry.step, entry.checkpoint
     assert step is not None
     size = 0 if checkpoint is None else checkpoint.bytes
     keep = partial(Planned, entry.path, step, "keep", bytes=size)
+    if entry.path.name in links:
+        return keep(_LINK)
     if checkpoint is not None and step not in going:
-        return keep(_why_kept(checkpoint, valid, retention, newest))
+        return keep(_why_kept(checkpoint, valid, retention, newest, linked))
     if checkpoint is not None:
         why = "not among those to keep"
     elif entry.state == "removed":
@@ -119,7 +132,7 @@ def _planned(
 def _obstacle(path: Path, checkpoint: CheckpointInfo | None) -> str:
     """Why a directory must not be removed; empty if it may be."""
     if path.is_symlink():
-        return "a link to another directory"
+        return _LINK
     with os.scandir(path) as found:
         names = {entry.name: entry.is_file(follow_symlinks=False) for entry in found}
     ours = {commit.metadata_name(), commit.REMOVED}
@@ -137,13 +150,19 @@ def _obstacle(path: Path, checkpoint: CheckpointInfo | None) -> str:
 
 
 def _why_kept(
-    checkpoint: CheckpointInfo, valid: list[CheckpointInfo], retention: Retention, newest: int
+    checkpoint: CheckpointInfo,
+    valid: list[CheckpointInfo],
+    retention: Retention,
+    newest: int,
+    linked: Mapping[int, str],
 ) -> str:
     step = checkpoint.step
     if checkpoint.final:
         return "final"
     if step == newest:
         return "the newest"
+    if step in linked:
+        return f"{linked[step]} is a link to it"
     later = sum(other.step > step and not other.final for other in valid)
     if retention.keep_last is None or later < retention.keep_last:
         return f"among the last {retention.keep_last}"
@@ -186,11 +205,12 @@ def prune(plan: Plan, *, job_ended: bool = False) -> Iterator[tuple[Planned, str
                 # Once more: the plan may be old.
                 changed = Catalog(plan.directory).examine(entry.step)
                 same = (changed.checkpoint is None) == entry.is_remains
+                same = same and entry.step not in Catalog(plan.directory).links().values()
                 yield same and not _obstacle(entry.path, changed.checkpoint)
 
         try:
             done = remove(entry.path, beginning=beginning, remains=entry.is_remains)
-            yield entry, "" if done else "it is being read, or has changed meanwhile"
+            yield entry, "" if done else "it is being read, or has changed or been linked meanwhile"
         except FileNotFoundError:
             yield entry, ""  # another process has removed it
         except (OSError, PyckptError) as error:

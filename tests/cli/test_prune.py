@@ -75,6 +75,18 @@ def test_what_is_not_ours_stays(made: Path) -> None:
     assert sorted(made.rglob("*")) == before
 
 
+def test_what_a_link_leads_to_stays(made: Path) -> None:
+    run = made / "run"
+    (run / "step-00000040").symlink_to("step-00000010")
+    done = pyckpt("prune", run, "--keep-last", 1, "--yes", "--json")
+    assert done.status == 0
+    why = {entry["step"]: entry["why"] for entry in done.json["entries"]}
+    assert why[10] == "step-00000040 is a link to it"
+    assert why[30] == "the newest"
+    assert why[40] == "a link to another directory"
+    assert pyckpt("verify", run / "step-00000040").status == 0
+
+
 def test_a_folder_named_as_a_save_names_its_files_stays(made: Path) -> None:
     folder = made / "run" / "step-00000010" / "__0_mine.distcp"
     folder.mkdir()

@@ -574,6 +574,16 @@ def test_a_link_is_left_alone(tmp_path: Path) -> None:
     assert states(here) == {1: "valid", 2: "valid"}
 
 
+@pytest.mark.parametrize("name", ["step-00000009", "best"])
+def test_what_a_link_leads_to_stays_and_the_link_is_not_counted(tmp_path: Path, name: str) -> None:
+    for step in (1, 2, 3, 4):
+        write(tmp_path, step)
+    (tmp_path / name).symlink_to("step-00000001")
+    assert prune(Catalog(tmp_path), Retention(keep_last=2)) == [2]
+    assert (tmp_path / name / ".metadata").exists()
+    assert prune(Catalog(tmp_path), Retention(keep_last=2)) == []
+
+
 def test_nothing_is_removed_through_links(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "sub").mkdir(parents=True)

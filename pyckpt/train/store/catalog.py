@@ -202,6 +202,25 @@ class Catalog:
         with os.scandir(self.directory) as entries:
             return [self.naming.step_of(entry.name) for entry in entries if _is_dir(entry)]
 
+    def links(self) -> dict[str, int | None]:
+        """The symbolic links in the directory, by name, each with the step whose directory there it
+        leads to; None where it leads anywhere else.
+
+        Raises:
+            OSError: the directory exists, and cannot be listed.
+        """
+        try:
+            with os.scandir(self.directory) as entries:
+                names = [entry.name for entry in entries if entry.is_symlink()]
+        except FileNotFoundError:
+            return {}
+        found: dict[str, int | None] = {}
+        root = os.path.realpath(self.directory) if names else ""
+        for name in names:
+            parent, target = os.path.split(os.path.realpath(self.directory / name))
+            found[name] = self.naming.step_of(target) if parent == root else None
+        return found
+
     def newest(self, limit: int | None = None) -> CheckpointInfo | None:
         """The newest valid checkpoint, of those up to step ``limit``. Raises as `newest_first`."""
         return next(self.newest_first(limit), None)

@@ -234,7 +234,8 @@ def prune(
 
     Interrupted removals are finished. Interrupted saves are removed if they are older than the
     newest valid checkpoint, since no job will continue them. Damaged and foreign directories stay,
-    so that a person can examine them.
+    so that a person can examine them. Links stay, and are not counted; so do checkpoints in the
+    directory that they lead to.
 
     Args:
         committed: steps that stay.
@@ -252,8 +253,10 @@ def prune(
         prepared = pending(catalog.directory / FOLDER)
         valid: list[CheckpointInfo] = []
         leftover: list[int] = []
+        links = catalog.links()
         for step in catalog.steps():
-            if step in busy or step in distrusted or catalog.path(step).name in prepared:
+            name = catalog.path(step).name
+            if step in busy or step in distrusted or name in prepared or name in links:
                 continue
             if (
                 stays_unread(step, valid, retention)
@@ -265,7 +268,8 @@ def prune(
                 valid.append(entry.checkpoint)
             elif entry.state == "removed" or (entry.state == "unfinished" and valid):
                 leftover.append(step)
-        going = surplus(valid, retention, protected={*committed, *protected.steps()})
+        linked = {step for step in links.values() if step is not None}
+        going = surplus(valid, retention, protected={*committed, *protected.steps(), *linked})
     except Exception as error:
         _logger.warning("%s: nothing was pruned: %s", catalog.directory, error)
         return removed
