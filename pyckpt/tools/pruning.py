@@ -181,28 +181,21 @@ def prune(plan: Plan, *, job_ended: bool = False) -> Iterator[tuple[Planned, str
             it cannot be seen that it has.
 
     Yields each entry when it is done with, and why it was not removed, or not all of it; empty if
-    it was.
+    it was. From where on a job has begun to save here, that is why.
 
     Raises:
         JobRuns: at the first step of the iteration, if the job that was the last to save here runs,
             or may run. Nothing was removed.
     """
-    job = plan.last_job
-    if job is not None and not job_ended:
-        runs = job.is_running()
-        if runs is not False:
-            what = "runs" if runs else "cannot be seen from here, and may run"
-            raise JobRuns(
-                f"{plan.directory}: process {job.pid} on {job.host}, the last that saved here, "
-                f"{what}: it prunes by itself. If that job has ended, say so with --job-ended"
-            )
     fence = Fence(plan.directory)
+    _refuse_running(fence, plan, job_ended)
     for entry in plan.going:
 
         @contextmanager
         def beginning(entry: Planned = entry) -> Iterator[bool]:
             with fence.visited():
-                # Once more: the plan may be old.
+                # Once more: the plan may be old, and a job may have begun.
+                _refuse_running(fence, plan, job_ended)
                 changed = Catalog(plan.directory).examine(entry.step)
                 same = (changed.checkpoint is None) == entry.is_remains
                 same = same and entry.step not in Catalog(plan.directory).links().values()
@@ -215,3 +208,18 @@ def prune(plan: Plan, *, job_ended: bool = False) -> Iterator[tuple[Planned, str
             yield entry, ""  # another process has removed it
         except (OSError, PyckptError) as error:
             yield entry, str(error)
+
+
+def _refuse_running(fence: Fence, plan: Plan, job_ended: bool) -> None:
+    """Raise if a job may still be saving: that of the plan, unless it is said to have ended, or one
+    that has begun since."""
+    job = fence.last_job()
+    if job is None or (job_ended and job == plan.last_job):
+        return
+    runs = job.is_running()
+    if runs is not False:
+        what = "runs" if runs else "cannot be seen from here, and may run"
+        raise JobRuns(
+            f"{plan.directory}: process {job.pid} on {job.host}, the last that saved here, "
+            f"{what}: it prunes by itself. If that job has ended, say so with --job-ended"
+        )

@@ -13,8 +13,10 @@ import pytest
 from _cli import pyckpt
 
 from pyckpt.format.claim import Claim
+from pyckpt.tools import pruning
 from pyckpt.train.store import fence
 from pyckpt.train.store.catalog import reading
+from pyckpt.train.store.retention import Retention
 
 
 def steps(run: Path) -> list[int]:
@@ -158,6 +160,32 @@ def test_while_the_job_runs_nothing_is_removed(made: Path) -> None:
     _job(run, socket.gethostname(), int(ended.stdout))
     assert pyckpt("prune", run, "--keep-last", 1, "--yes").status == 0
     assert steps(run) == [20, 30]
+
+
+@pytest.mark.parametrize("job_ended", [False, True])
+def test_a_job_that_begins_after_the_plan_is_noticed(made: Path, job_ended: bool) -> None:
+    run = made / "run"
+    _job(run, "elsewhere", 1)
+    made_before = pruning.plan(run, Retention(keep_last=0))
+    assert made_before.going
+    _job(run, socket.gethostname(), os.getpid())
+    with pytest.raises(pruning.JobRuns, match="runs"):
+        list(pruning.prune(made_before, job_ended=job_ended))
+    assert steps(run) == [10, 20, 30]
+
+
+def test_a_job_that_begins_during_the_removal_is_noticed(made: Path) -> None:
+    run = made / "run"
+    (run / "step-00000005").mkdir()
+    planned = pruning.plan(run, Retention(keep_last=1))
+    assert [entry.step for entry in planned.going] == [5, 10]
+    removal = pruning.prune(planned)
+    assert next(removal)[1] == ""
+    _job(run, socket.gethostname(), os.getpid())
+    ((entry, why),) = removal
+    assert entry.step == 10
+    assert "runs: it prunes by itself" in why
+    assert steps(run) == [10, 20, 30]
 
 
 def test_that_a_job_has_ended_can_be_said(made: Path) -> None:
