@@ -9,7 +9,7 @@ Checkpoints stay too that hold a file which no save has written.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,8 @@ from pyckpt.errors import PyckptError
 from pyckpt.format import commit
 from pyckpt.format.claim import is_claimed
 from pyckpt.train.store.catalog import Catalog, CheckpointInfo, DirectoryEntry
-from pyckpt.train.store.fence import Fence, Job
+from pyckpt.train.store.fence import FOLDER, Fence, Job
+from pyckpt.train.store.part import pending
 from pyckpt.train.store.removal import remove
 from pyckpt.train.store.retention import Retention, surplus
 
@@ -28,6 +29,7 @@ __all__ = ["JobRuns", "Plan", "Planned", "plan", "prune"]
 
 
 _LINK = "a link to another directory"
+_PREPARED = "its commit is prepared, which the next job here finishes or gives up"
 
 
 class JobRuns(PyckptError):
@@ -76,11 +78,14 @@ def plan(directory: str | os.PathLike[str], retention: Retention) -> Plan:
         raise ValueError(f"{root} is itself a checkpoint, not a directory of them")
     catalog = Catalog(root)
     links = catalog.links()
+    prepared = pending(root / FOLDER)
     entries = [catalog.examine(step) for step in reversed(catalog.steps())]
     valid = [
         entry.checkpoint
         for entry in entries
-        if entry.checkpoint is not None and entry.path.name not in links
+        if entry.checkpoint is not None
+        and entry.path.name not in links
+        and entry.path.name not in prepared
     ]
     if retention.keep_best is not None and valid:
         metric = retention.keep_best[0]
@@ -92,7 +97,10 @@ def plan(directory: str | os.PathLike[str], retention: Retention) -> Plan:
     newest = max((checkpoint.step for checkpoint in valid), default=-1)
     linked = {step: name for name, step in sorted(links.items()) if step is not None}
     going = set(surplus(valid, retention, protected=linked))
-    planned = [_planned(entry, valid, retention, going, newest, links, linked) for entry in entries]
+    planned = [
+        _planned(entry, valid, retention, going, newest, links, linked, prepared)
+        for entry in entries
+    ]
     return Plan(root, planned, Fence(root).last_job())
 
 
@@ -104,6 +112,7 @@ def _planned(
     newest: int,
     links: Mapping[str, int | None],
     linked: Mapping[int, str],
+    prepared: Collection[str],
 ) -> Planned:
     step, checkpoint = entry.step, entry.checkpoint
     assert step is not None
@@ -111,6 +120,8 @@ def _planned(
     keep = partial(Planned, entry.path, step, "keep", bytes=size)
     if entry.path.name in links:
         return keep(_LINK)
+    if entry.path.name in prepared:
+        return keep(_PREPARED)
     if checkpoint is not None and step not in going:
         return keep(_why_kept(checkpoint, valid, retention, newest, linked))
     if checkpoint is not None:
@@ -199,6 +210,7 @@ def prune(plan: Plan, *, job_ended: bool = False) -> Iterator[tuple[Planned, str
                 changed = Catalog(plan.directory).examine(entry.step)
                 same = (changed.checkpoint is None) == entry.is_remains
                 same = same and entry.step not in Catalog(plan.directory).links().values()
+                same = same and entry.path.name not in pending(plan.directory / FOLDER)
                 yield same and not _obstacle(entry.path, changed.checkpoint)
 
         try:

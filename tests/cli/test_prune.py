@@ -89,6 +89,27 @@ def test_what_a_link_leads_to_stays(made: Path) -> None:
     assert pyckpt("verify", run / "step-00000040").status == 0
 
 
+def test_what_a_node_has_prepared_stays(made: Path) -> None:
+    """Another node may have committed it."""
+    run = made / "run"
+    folder = run / "step-00000015"
+    folder.mkdir()
+    (folder / "__0_0.distcp").touch()
+    (folder / ".saving").touch()
+    mark = run / ".pyckpt" / f"pending-{'a' * 32}-{folder.name}"
+    planned = pruning.plan(run, Retention(keep_last=1))
+    mark.touch()
+    done = [(entry.step, why) for entry, why in pruning.prune(planned)]
+    assert [step for step, why in done if why] == [15]
+    why = {
+        entry["step"]: (entry["action"], entry["why"])
+        for entry in pyckpt("prune", run, "--keep-last", 1, "--yes", "--json").json["entries"]
+    }
+    assert why[15][0] == "keep"
+    assert "prepared" in why[15][1]
+    assert 15 in steps(run)
+
+
 def test_a_folder_named_as_a_save_names_its_files_stays(made: Path) -> None:
     folder = made / "run" / "step-00000010" / "__0_mine.distcp"
     folder.mkdir()
