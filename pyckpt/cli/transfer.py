@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from pyckpt.cli.output import AsJson, console, format_bytes, local, on_other_nodes, print_json
+from pyckpt.cli.output import AsJson, format_bytes, local, on_other_nodes, print_json, say
 from pyckpt.format import commit
-from pyckpt.printable import printable
 
 __all__ = ["register"]
 
@@ -161,10 +160,9 @@ def export(
     if as_json:
         print_json({"checkpoint": str(source), "files": sizes})
         return
-    shown = console()
-    shown.print(f"exported {source}")
+    say(f"exported {source}")
     for name, size in sizes.items():
-        shown.print(f"  {name}  {format_bytes(size)}")
+        say(f"  {name}  {format_bytes(size)}")
 
 
 def import_(
@@ -228,11 +226,10 @@ def import_(
             }
         )
         return
-    shown = console()
-    shown.print(f"imported {done.kind} as step {done.step}: {done.path} {format_bytes(done.bytes)}")
-    shown.print(f"  it has: {printable(', '.join(done.names))}")
+    say(f"imported {done.kind} as step {done.step}: {done.path} {format_bytes(done.bytes)}")
+    say(f"  it has: {', '.join(done.names)}")
     for note in done.notes:
-        shown.print(f"  {printable(note)}")
+        say(f"  {note}")
 
 
 def repair_optimizer(
@@ -262,15 +259,14 @@ def repair_optimizer(
             }
         )
         return
-    shown = console()
     for one in repairs[:_SHOWN]:
-        shown.print(f"  {printable(str(one))}")
+        say(f"  {one}")
     if len(repairs) > _SHOWN:
-        shown.print(f"  and {len(repairs) - _SHOWN} more")
+        say(f"  and {len(repairs) - _SHOWN} more")
     if not repairs:
-        shown.print("nothing to repair")
+        say("nothing to repair")
     else:
-        shown.print(f"{len(repairs)} {'would be put' if dry_run else 'put'} right")
+        say(f"{len(repairs)} {'would be put' if dry_run else 'put'} right")
 
 
 def _checkpoint_at(path: Path, naming: str | None) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -19,6 +20,7 @@ from torch import nn
 
 import pyckpt
 from pyckpt import Checkpointer
+from pyckpt.printable import printable
 
 
 class Done(NamedTuple):
@@ -227,3 +229,15 @@ def test_a_part_of_a_checkpoint_is_not_exported(
     done = command("export", nodes[0], tmp_path / "out", *how)
     assert done.status == 2
     assert "1 of 2 files are on other nodes: export it from the mirror" in done.err
+
+
+def test_long_and_undecodable_paths_are_printed_on_one_line(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"model": {"w": torch.ones(3)}})
+    for name in ("a" * 230, os.fsdecode(b"caf\xe9")):
+        out = tmp_path / name
+        command_line = [sys.executable, "-m", "pyckpt", "export", tmp_path / "run", out]
+        done = subprocess.run(command_line, capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (0, b"")
+        (line,) = [line for line in done.stdout.decode().splitlines() if "safetensors" in line]
+        assert printable(str(out / "model.safetensors")) in line
