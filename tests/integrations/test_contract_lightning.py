@@ -19,6 +19,10 @@ def test_what_the_callback_and_the_strategies_count_on(tmp_path: Path) -> None:
             found["states"] = loop.state_dict()
             found["progress"] = loop.epoch_progress.current
             found["restarting"] = loop.epoch_loop.restarting
+            found["flag"] = loop._restarting
+            epoch = loop.epoch_loop
+            found["last"] = (epoch._should_accumulate(), epoch._num_ready_batches_reached())
+            found["validates"] = epoch._should_check_val_fx(loop._data_fetcher)
             found["batches"] = (loop.batch_idx, loop.total_batch_idx, trainer.is_last_batch)
 
     trainer(tmp_path, See(), enable_checkpointing=False, limit_train_batches=2, epochs=1).fit(
@@ -28,4 +32,7 @@ def test_what_the_callback_and_the_strategies_count_on(tmp_path: Path) -> None:
     assert set(found["states"]["state_dict"]) == {"combined_loader"}
     assert {"ready", "completed", "processed"} <= set(found["states"]["epoch_progress"]["current"])
     assert found["restarting"] is False
+    assert found["flag"] is False
+    assert found["last"] == (False, True)
+    assert found["validates"] is False
     assert found["batches"] == (1, 1, True)

@@ -27,6 +27,7 @@ from torchmetrics import Metric
 
 import pyckpt
 from pyckpt.errors import LoadError
+from pyckpt.integrations.lightning import schedules
 from pyckpt.train.state import values
 from pyckpt.train.state.app_state import AppState
 from pyckpt.train.state.modules import Replaced
@@ -110,6 +111,7 @@ def dump(trainer: Trainer) -> tuple[dict[str, Any], Handed]:
     for callback in trainer.callbacks:
         callback.on_save_checkpoint(trainer, module, checkpoint)
     module.on_save_checkpoint(checkpoint)
+    schedules.note(trainer, checkpoint)
     return checkpoint, handed
 
 
@@ -261,7 +263,11 @@ class Template:
 
     def rest_of(self) -> Later:
         """What is to be restored later; to be called when all else of this object was loaded."""
-        return Later(self._loaders.value, within_epoch=_is_within_epoch(self._rest["loops"]))
+        return Later(
+            self._loaders.value,
+            self._rest.get(schedules.KEY),
+            within_epoch=_is_within_epoch(self._rest["loops"]),
+        )
 
     def apply(self) -> Later:
         """Hand the rest to those whose it is: what Lightning does once it has loaded a file.
@@ -304,8 +310,11 @@ class Later:
     that goes on with a new epoch makes it, and needs the loaders as the last epoch left them.
     """
 
-    def __init__(self, loaders: list[Any], *, within_epoch: bool) -> None:
+    def __init__(
+        self, loaders: list[Any], plateaus: Mapping[str, Any] | None, *, within_epoch: bool
+    ) -> None:
         self._loaders = loaders
+        self._plateaus = plateaus
         self._within_epoch = within_epoch
         self._state = pyckpt.RngState().state_dict()
 
@@ -319,6 +328,8 @@ class Later:
         Raises:
             LoadError: there are other dataloaders than those that were saved.
         """
+        if self._plateaus is not None:
+            schedules.catch_up(trainer, self._plateaus, within_epoch=self._within_epoch)
         if not self._within_epoch:
             trainer.fit_loop.epoch_loop.restarting = False
         if self._loaders and trainer.train_dataloader is not None:

@@ -23,6 +23,7 @@ from pyckpt.errors import LoadError
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
 from pyckpt.integrations.first import on_first
+from pyckpt.integrations.lightning import schedules
 from pyckpt.integrations.lightning.contents import Contents, Handed, Later, Template
 from pyckpt.integrations.lightning.files import as_lightning, is_of_training
 from pyckpt.train.path_saver import PathSaver, is_checkpoint
@@ -99,6 +100,9 @@ class _Saving(_Strategy):
             raise TypeError(f"{type(self).__name__} takes no storage_options")
         handed, self._handed = self._handed, None
         assert handed is not None
+        trainer = self._attached()
+        if trainer is not None and "optimizer_states" in checkpoint:
+            schedules.note(trainer, checkpoint)
         contents = Contents(
             self,
             lambda: (checkpoint, handed),
