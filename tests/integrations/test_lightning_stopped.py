@@ -13,9 +13,10 @@ import pytest
 pytest.importorskip("lightning")
 
 import torch
-from _lightning import BATCHES, Module, data, same, trainer
+from _lightning import BATCHES, Module, Stop, data, same, trainer
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pyckpt
 from pyckpt.integrations.lightning import Checkpoints
@@ -121,3 +122,104 @@ def test_a_run_that_is_stopped_after_an_epoch_goes_on_with_the_next(tmp_path: Pa
     whole = fit(tmp_path / "whole", Hooked(stop=-1))
     fit(tmp_path, Hooked(stop=BATCHES))
     check_rest(whole, fit(tmp_path, Hooked(stop=-1)), BATCHES)
+
+
+# --- while gradients are being accumulated -----------------------------------------------------
+
+
+class Accumulating(Drawing):
+    """Whose epoch has batches enough for several steps of several batches each. Stops in the hook
+    of the module, which runs after those of all callbacks."""
+
+    def __init__(self, stop: int = -1) -> None:
+        super().__init__()
+        self.stop = stop
+        self.seen: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.seen.append(loss.item().hex())
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.fit_loop.total_batch_idx == self.stop:
+            self.trainer.should_stop = True
+
+    def train_dataloader(self) -> Any:
+        return StatefulDataLoader(data(), batch_size=4, shuffle=True)
+
+
+class StopsAtBatch(Callback):
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == self.batch:
+            trainer.should_stop = True
+
+
+class Fails(Callback):
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == self.batch:
+            raise Stop
+
+
+WINDOW = 4
+
+
+@pytest.mark.parametrize(
+    ("stop", "callbacks", "options"),
+    [
+        (-1, [StopsAtBatch(5)], {}),
+        (5, [], {}),
+        (-1, [EarlyStopping("val_loss", patience=0)], {"val_check_interval": 3}),
+    ],
+)
+def test_a_stop_waits_until_the_gradients_are_used(
+    tmp_path: Path, stop: int, callbacks: list[Callback], options: dict[str, Any]
+) -> None:
+    options = {"accumulate_grad_batches": WINDOW, **options}
+    whole = fit(tmp_path / "whole", Accumulating(), **options)
+    first = fit(tmp_path, Accumulating(stop), *callbacks, **options)
+    assert len(first.seen) == 2 * WINDOW
+    again = fit(tmp_path, Accumulating(), **options)
+    assert first.seen + again.seen == whole.seen
+    assert same(again, whole)
+
+
+def test_the_minimum_of_steps_is_put_back(tmp_path: Path) -> None:
+    run = trainer(
+        tmp_path,
+        StopsAtBatch(5),
+        Checkpoints(tmp_path / "c"),
+        accumulate_grad_batches=WINDOW,
+        min_epochs=0,
+        min_steps=1,
+    )
+    run.fit(Accumulating())
+    assert (run.global_step, run.min_steps) == (2, 1)
+    failing = trainer(
+        tmp_path, Fails(2), Checkpoints(tmp_path / "d"), accumulate_grad_batches=WINDOW
+    )
+    with pytest.raises(Stop):
+        failing.fit(Accumulating())
+    assert failing.min_steps is None
+
+
+def test_a_validation_among_accumulated_gradients_is_saved_with_the_next_step(
+    tmp_path: Path,
+) -> None:
+    saves = {"keep_best": ("val_loss", 1, "min"), "keep_last": 3, "when_busy": "wait"}
+    options = {"accumulate_grad_batches": WINDOW, "val_check_interval": 6, "saves": saves}
+    whole = fit(tmp_path / "whole", Accumulating(), **options)
+    with pytest.raises(Stop):
+        fit(tmp_path, Accumulating(), Fails(9), **options)
+    with pyckpt.Checkpointer(tmp_path / "c") as checkpointer:
+        found = [(one.step, one.metrics) for one in checkpointer.checkpoints()]
+    assert found == [(2, {"val_loss": 1.0})]  # of the validation after step 1
+    again = fit(tmp_path, Accumulating(), **options)
+    assert again.seen == whole.seen[2 * WINDOW :]
+    assert same(again, whole)

@@ -103,8 +103,12 @@ class Checkpoints(Checkpoint):
         self._step = 0  # the last one that the Checkpointer was told of
         self._saved: int | None = None  # the last one that was saved or restored
         self._validated = False
+        self._metrics: dict[str, float] | None = (
+            None  # of that validation, if it is saved with a later step
+        )
         self._is_over = False  # the state with which another run goes on is saved
         self._least: tuple[Any, Any] | None = None  # the Trainer's, while they are put aside
+        self._min_steps: tuple[Any] | None = None  # the Trainer's, while gradients accumulate
 
     # --- what Lightning asks of a checkpoint callback ---------------------------------------------
 
@@ -173,8 +177,12 @@ class Checkpoints(Checkpoint):
         batch: Any,
         batch_idx: int,
     ) -> None:
+        if self._checkpointer is not None:
+            self._hold(trainer)
         # Lightning would skip what follows the last batch, or a validation, when it resumes.
         if trainer.is_last_batch or _validation_follows(trainer):
+            return
+        if _is_accumulating(trainer):
             return
         self._step_ended(trainer)
         if _is_ending(trainer):
@@ -186,7 +194,10 @@ class Checkpoints(Checkpoint):
         if trainer.sanity_checking or self._checkpointer is None:
             return
         self._validated = True
-        if not trainer.is_last_batch:
+        self._metrics = None
+        if _is_accumulating(trainer):  # it is saved after the next step, with this metric
+            self._metrics = self._found(trainer)
+        elif not trainer.is_last_batch:
             self._step_ended(trainer)
             if _is_ending(trainer):
                 self._save_unsaved(trainer)
@@ -212,13 +223,12 @@ class Checkpoints(Checkpoint):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()
-        least, self._least = self._least, None
-        if least is not None:
-            trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = least
+        self._put_back(trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
+        self._put_back(trainer)
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
             checkpointer.__exit__(type(exception), exception, exception.__traceback__)
@@ -295,6 +305,27 @@ class Checkpoints(Checkpoint):
         loop.min_epochs = loop.epoch_loop.min_steps = None
         trainer.should_stop = True
 
+    def _hold(self, trainer: Trainer) -> None:
+        """While gradients are being accumulated, keep training from being stopped: they are not
+        saved. Whoever stops it does so by a flag, at which Lightning looks once the minimum of
+        steps is made."""
+        loop = trainer.fit_loop.epoch_loop
+        held, self._min_steps = self._min_steps, None
+        if held is not None:
+            (loop.min_steps,) = held
+        if _is_accumulating(trainer):
+            self._min_steps = (loop.min_steps,)
+            loop.min_steps = max(loop.min_steps or 0, trainer.global_step + 1)
+
+    def _put_back(self, trainer: Trainer) -> None:
+        loop = trainer.fit_loop
+        held, self._min_steps = self._min_steps, None
+        if held is not None:
+            (loop.epoch_loop.min_steps,) = held
+        least, self._least = self._least, None
+        if least is not None:
+            loop.min_epochs, loop.epoch_loop.min_steps = least
+
     def _save_unsaved(self, trainer: Trainer) -> None:
         if self._checkpointer is not None and self._saved != trainer.global_step:
             self._save(trainer)
@@ -302,13 +333,16 @@ class Checkpoints(Checkpoint):
     def _save(self, trainer: Trainer) -> None:
         assert self._checkpointer is not None
         step = trainer.global_step
-        metrics = None
-        if self._keep_best is not None and self._validated:
-            metric = self._keep_best[0]
-            found = trainer.callback_metrics
-            metrics = {metric: float(found[metric])} if metric in found else None
+        metrics = (self._metrics or self._found(trainer)) if self._validated else None
         self._validated = False
         self._note(step, self._checkpointer.save(step, self._contents(trainer), metrics=metrics))
+
+    def _found(self, trainer: Trainer) -> dict[str, float] | None:
+        """The present value of the metric by which the best are kept."""
+        if self._keep_best is None:
+            return None
+        metric, found = self._keep_best[0], trainer.callback_metrics
+        return {metric: float(found[metric])} if metric in found else None
 
     def _note(self, step: int, handle: SaveHandle | None) -> None:
         self._step = step
@@ -318,6 +352,11 @@ class Checkpoints(Checkpoint):
             # Callbacks change parameters between steps, too: averaged weights come and go.
             assert self._checkpointer is not None
             self._checkpointer.wait_staged()
+
+
+def _is_accumulating(trainer: Trainer) -> bool:
+    """Whether there are gradients that no optimizer step has used yet, and that are not saved."""
+    return not trainer.is_last_batch and trainer.fit_loop.epoch_loop._should_accumulate()
 
 
 def _made_all_steps(trainer: Trainer) -> bool:
