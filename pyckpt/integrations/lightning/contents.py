@@ -259,6 +259,8 @@ class Template:
             # would run it once more, without a batch.
             for count in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
                 count["completed"] = count["processed"]
+        if schedules.averages(self._trainer, checkpoint):
+            checkpoint["lr_schedulers"] = []
         return checkpoint
 
     def rest_of(self) -> Later:
@@ -291,6 +293,8 @@ class Template:
         trainer.fit_loop.load_state_dict(checkpoint["loops"]["fit_loop"])
         schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
         saved = checkpoint["lr_schedulers"]
+        if schedules.averages(trainer, checkpoint):
+            schedulers = []
         if len(schedulers) != len(saved):
             raise LoadError(
                 f"the checkpoint has {len(saved)} learning rate schedulers, and "
@@ -330,6 +334,8 @@ class Later:
         """
         if self._plateaus is not None:
             schedules.catch_up(trainer, self._plateaus, within_epoch=self._within_epoch)
+        if self._within_epoch:
+            schedules.average_on(trainer)
         if not self._within_epoch:
             trainer.fit_loop.epoch_loop.restarting = False
         if self._loaders and trainer.train_dataloader is not None:

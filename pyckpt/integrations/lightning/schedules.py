@@ -1,7 +1,9 @@
-"""Schedulers that look at a metric (``ReduceLROnPlateau``): the step that comes after a save.
+"""Schedulers that a resume by Lightning does not bring back.
 
-Lightning steps them after the hooks in which checkpoints are saved, and no run that is resumed goes
-back to these. So the checkpoint says which of them step next, and with which metrics.
+- Those that look at a metric (``ReduceLROnPlateau``): Lightning steps them after the hooks in which
+  checkpoints are saved, and no run that is resumed goes back to these. So the checkpoint says which
+  of them step next, and with which metrics.
+- The one that ``StochasticWeightAveraging`` puts in the place of others, and has in its own state.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 
-__all__ = ["KEY", "catch_up", "note"]
+__all__ = ["KEY", "average_on", "averages", "catch_up", "note"]
 
 KEY = "pyckpt_plateaus"
 """Where it is, in what is saved of the Trainer."""
@@ -74,3 +77,24 @@ def catch_up(trainer: Trainer, saved: Mapping[str, Any], *, within_epoch: bool) 
             loop.scheduler_progress.increment_ready()
             module.lr_scheduler_step(one.scheduler, metrics[str(one.monitor)])
             loop.scheduler_progress.increment_completed()
+
+
+def averages(trainer: Trainer, checkpoint: Mapping[str, Any]) -> bool:
+    """Whether the scheduler in a checkpoint is one of ``StochasticWeightAveraging``, which makes it
+    and restores it by itself when an epoch starts."""
+    states = checkpoint.get("callbacks", {})
+    return any(
+        (states.get(one.state_key) or {}).get("scheduler_state") is not None
+        for one in trainer.callbacks
+        if isinstance(one, StochasticWeightAveraging)
+    )
+
+
+def average_on(trainer: Trainer) -> None:
+    """Have the averaging put in its scheduler within an epoch, too, right before training goes on.
+    It does so when an epoch starts, which this one has done."""
+    for one in trainer.callbacks:
+        if isinstance(one, StochasticWeightAveraging) and one._scheduler_state is not None:
+            is_extra = trainer.current_epoch > one.swa_end  # for batch norm, without steps
+            if not is_extra:
+                one.on_train_epoch_start(trainer, trainer.lightning_module)

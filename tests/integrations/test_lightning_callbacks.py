@@ -1,0 +1,90 @@
+"""Callbacks of Lightning's own that change what is trained: another scheduler, other parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+
+import torch
+from _lightning import BATCHES, Module, Stop, same, trainer
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.strategies import SingleDeviceStrategy as StockStrategy
+
+from pyckpt.integrations.lightning import Checkpoints, SingleDeviceStrategy
+
+EPOCHS = 4
+
+
+class Kill(Callback):
+    """Ends training by an error before a batch of the whole run."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == self.batch:
+            raise Stop
+
+
+def fit(
+    root: Path, module: Module, way: str, *callbacks: Any, every: int, ckpt_path: Any = None
+) -> Module:
+    """Train, and save every so many steps."""
+    options: dict[str, Any] = {}
+    if way == "callback":
+        saves: Any = Checkpoints(root, every_steps=every, when_busy="wait")
+    else:
+        steps = None if every == BATCHES else every
+        saves = ModelCheckpoint(root, every_n_train_steps=steps, save_last=True)
+        stock = StockStrategy("cpu")
+        options["strategy"] = stock if way == "stock" else SingleDeviceStrategy("cpu")
+    run = trainer(root, saves, *callbacks, epochs=EPOCHS, **options)
+    with contextlib.suppress(Stop):
+        run.fit(module, ckpt_path=ckpt_path)
+    return module
+
+
+def last(root: Path, way: str) -> Path | None:
+    return None if way == "callback" else root / "last.ckpt"
+
+
+def check_rest(whole: Module, again: Module, begin: int) -> None:
+    assert again.losses == {step: loss for step, loss in whole.losses.items() if step > begin}
+    assert same(again, whole)
+
+
+class Scheduled(Module):
+    """With a scheduler that cannot take the state of another, or none."""
+
+    def __init__(self, *, scheduled: bool) -> None:
+        super().__init__()
+        self.scheduled = scheduled
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        if not self.scheduled:
+            return optimizer
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda e: 0.9**e)]
+
+
+@pytest.mark.parametrize("way", ["callback", "strategy"])
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("stop", [2 * BATCHES, 2 * BATCHES + 2])
+def test_stochastic_weight_averaging_goes_on(
+    tmp_path: Path, way: str, scheduled: bool, stop: int
+) -> None:
+    def run(name: str, *callbacks: Any, **options: Any) -> Module:
+        averaging = StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=2, annealing_epochs=2)
+        module = Scheduled(scheduled=scheduled)
+        every = 2 if stop % BATCHES else BATCHES
+        return fit(tmp_path / name, module, way, averaging, *callbacks, every=every, **options)
+
+    whole = run("whole")
+    run("a", Kill(stop))
+    check_rest(whole, run("a", ckpt_path=last(tmp_path / "a", way)), stop)
