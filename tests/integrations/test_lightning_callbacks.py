@@ -13,8 +13,13 @@ pytest.importorskip("lightning")
 import torch
 from _lightning import BATCHES, Module, Stop, same, trainer
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.strategies import SingleDeviceStrategy as StockStrategy
+from torch import nn
 
 from pyckpt.integrations.lightning import Checkpoints, SingleDeviceStrategy
 
@@ -88,3 +93,42 @@ def test_stochastic_weight_averaging_goes_on(
     whole = run("whole")
     run("a", Kill(stop))
     check_rest(whole, run("a", ckpt_path=last(tmp_path / "a", way)), stop)
+
+
+class Backbone(Module):
+    """Whose first layers are frozen at first, batch norm among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+        self.head = nn.Linear(16, 4)
+        self.layers = nn.Sequential(self.backbone, self.head)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=0.02)
+
+
+@pytest.mark.parametrize("way", ["callback", "strategy"])
+@pytest.mark.parametrize("stop", [BATCHES, 2 * BATCHES, 2 * BATCHES + 2])
+def test_finetuning_goes_on(tmp_path: Path, way: str, stop: int) -> None:
+    def run(name: str, *callbacks: Any, **options: Any) -> Module:
+        unfreezing = BackboneFinetuning(unfreeze_backbone_at_epoch=1)
+        every = 2 if stop % BATCHES else BATCHES
+        callbacks = (unfreezing, *callbacks)
+        return fit(tmp_path / name, Backbone(), way, *callbacks, every=every, **options)
+
+    whole = run("whole")
+    run("a", Kill(stop))
+    check_rest(whole, run("a", ckpt_path=last(tmp_path / "a", way)), stop)
+
+
+def test_finetuning_goes_on_from_a_file_of_lightnings_own(tmp_path: Path) -> None:
+    def run(way: str, *callbacks: Any, **options: Any) -> Module:
+        unfreezing = BackboneFinetuning(unfreeze_backbone_at_epoch=1)
+        callbacks = (unfreezing, *callbacks)
+        return fit(tmp_path / way, Backbone(), way, *callbacks, every=BATCHES, **options)
+
+    run("stock", Kill(2 * BATCHES))
+    again = run("strategy", ckpt_path=last(tmp_path / "stock", "stock"))
+    assert min(again.losses) == 2 * BATCHES + 1

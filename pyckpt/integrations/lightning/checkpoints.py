@@ -265,11 +265,16 @@ class Checkpoints(Checkpoint):
         assert self._checkpointer is not None
         template = Template(trainer, fitting=True, merge_data=self._merge_data)
         strict = trainer.lightning_module.strict_loading
-        restored = self._checkpointer.restore(
-            template.objects,
+        restore = partial(
+            self._checkpointer.restore,
             missing="error" if strict else "keep",
             unexpected="error" if strict else "ignore",
         )
+        if first := template.first:
+            if restore(first) is None:
+                return
+            template.prepare()
+        restored = restore(template.objects)
         if restored is None:
             return
         self._later = template.apply()

@@ -27,7 +27,7 @@ from torchmetrics import Metric
 
 import pyckpt
 from pyckpt.errors import LoadError
-from pyckpt.integrations.lightning import schedules
+from pyckpt.integrations.lightning import finetuning, schedules
 from pyckpt.train.state import values
 from pyckpt.train.state.app_state import AppState
 from pyckpt.train.state.modules import Replaced
@@ -112,6 +112,7 @@ def dump(trainer: Trainer) -> tuple[dict[str, Any], Handed]:
         callback.on_save_checkpoint(trainer, module, checkpoint)
     module.on_save_checkpoint(checkpoint)
     schedules.note(trainer, checkpoint)
+    finetuning.note(trainer, checkpoint)
     return checkpoint, handed
 
 
@@ -241,6 +242,7 @@ class Template:
 
     def __init__(self, trainer: Trainer, *, fitting: bool, merge_data: Merge | None) -> None:
         self._trainer = trainer
+        self._fitting = fitting
         self._loaders = pyckpt.PerRank([], merge=merge_data or _refuse)
         self._rest: dict[str, Any] = {}
         self.objects: dict[str, Any] = {"model": trainer.strategy.model, "lightning": self._rest}
@@ -249,6 +251,18 @@ class Template:
             self.objects |= {"loaders": self._loaders, "rng": pyckpt.RngState()}
             if _has_metrics(trainer.lightning_module):
                 self.objects["metrics"] = pyckpt.MetricState(trainer.lightning_module)
+
+    @property
+    def first(self) -> dict[str, Any]:
+        """What is loaded before all of the objects: callbacks that change the optimizers must do so
+        before these are loaded. Empty if there are no such callbacks."""
+        is_needed = self._fitting and finetuning.callbacks_of(self._trainer)
+        return {"lightning": self._rest} if is_needed else {}
+
+    def prepare(self) -> None:
+        """Make the optimizers' groups, when ``first`` is loaded."""
+        finetuning.regroup(self._trainer, self._rest)
+        self._rest.clear()
 
     def checkpoint(self) -> dict[str, Any]:
         """What was loaded, as Lightning would have loaded it. Tensors of the module are its own."""
@@ -332,6 +346,7 @@ class Later:
         Raises:
             LoadError: there are other dataloaders than those that were saved.
         """
+        finetuning.settle(trainer)
         if self._plateaus is not None:
             schedules.catch_up(trainer, self._plateaus, within_epoch=self._within_epoch)
         if self._within_epoch:

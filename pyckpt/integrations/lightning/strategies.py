@@ -23,7 +23,7 @@ from pyckpt.errors import LoadError
 from pyckpt.format import commit
 from pyckpt.format import metadata as metadata_format
 from pyckpt.integrations.first import on_first
-from pyckpt.integrations.lightning import schedules
+from pyckpt.integrations.lightning import finetuning, schedules
 from pyckpt.integrations.lightning.contents import Contents, Handed, Later, Template
 from pyckpt.integrations.lightning.files import as_lightning, is_of_training
 from pyckpt.train.path_saver import PathSaver, is_checkpoint
@@ -103,6 +103,7 @@ class _Saving(_Strategy):
         trainer = self._attached()
         if trainer is not None and "optimizer_states" in checkpoint:
             schedules.note(trainer, checkpoint)
+            finetuning.note(trainer, checkpoint)
         contents = Contents(
             self,
             lambda: (checkpoint, handed),
@@ -195,6 +196,9 @@ class _Saving(_Strategy):
             unexpected="error" if strict else "ignore",
         )
         with self._loader() as loader:
+            if first := template.first:
+                loader.load(path, first, options)
+                template.prepare()
             loader.load(path, template.objects, options)
         if fitting:
             self._later = template.rest_of()
@@ -224,8 +228,12 @@ class _Saving(_Strategy):
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if not self._is_loaded:
-            super().load_optimizer_state_dict(checkpoint)
+        if self._is_loaded:
+            return
+        trainer = self._attached()
+        if trainer is not None:
+            finetuning.regroup(trainer, checkpoint)
+        super().load_optimizer_state_dict(checkpoint)
 
     def on_train_start(self) -> None:
         super().on_train_start()
