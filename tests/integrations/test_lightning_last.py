@@ -182,6 +182,14 @@ def test_what_a_kill_at_the_beginning_or_in_a_removal_leaves_is_passed_over(
     assert min(again.losses) == BATCHES + 1
 
 
+def test_an_empty_directory_that_a_killed_save_has_left_does_not_take_a_name(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "c/epoch=0.ckpt").mkdir(parents=True)
+    fit(tmp_path, saves(tmp_path))
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["epoch=0.ckpt"]
+
+
 def test_what_is_not_the_last_is_not_passed_over(tmp_path: Path) -> None:
     fit(tmp_path, saves(tmp_path))
     unfinished(tmp_path / "c/epoch=1.ckpt")

@@ -243,6 +243,9 @@ class _Saving(_Strategy):
             later.restore(self.lightning_module.trainer)
         for optimizer in self.optimizers:  # in case Lightning has loaded them
             optim.repair(optimizer)
+        trainer = self._attached()
+        if trainer is not None and self.is_global_zero:
+            _remove_empty(trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -382,6 +385,17 @@ class _Nothing(dict[str, Any]):
 def _remove(path: Path) -> None:
     with suppress(FileNotFoundError):
         remove(path)
+
+
+def _remove_empty(trainer: Trainer) -> None:
+    """Remove the empty directories that killed saves have left where ``ModelCheckpoint`` saves. It
+    would take their names for taken. Another job's save makes its directory again when it begins,
+    and fails only if it is removed between that and its first file."""
+    for one in trainer.checkpoint_callbacks:
+        if isinstance(one, ModelCheckpoint) and one.dirpath is not None:
+            for path in Path(one.dirpath).glob(f"*{one.FILE_EXTENSION}"):
+                with suppress(OSError):  # it is a file, or has some
+                    path.rmdir()
 
 
 def _is_stock(path: Path) -> bool:
