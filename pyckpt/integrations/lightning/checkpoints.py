@@ -103,9 +103,8 @@ class Checkpoints(Checkpoint):
         self._step = 0  # the last one that the Checkpointer was told of
         self._saved: int | None = None  # the last one that was saved or restored
         self._validated = False
-        self._metrics: dict[str, float] | None = (
-            None  # of that validation, if it is saved with a later step
-        )
+        # Of that validation, if it is saved with a later step.
+        self._metrics: dict[str, float] | None = None
         self._is_over = False  # the state with which another run goes on is saved
         self._least: tuple[Any, Any] | None = None  # the Trainer's, while they are put aside
         self._min_steps: tuple[Any] | None = None  # the Trainer's, while gradients accumulate
