@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -40,17 +41,22 @@ class Run:
 
     Args:
         how: may hold "stateful" (the loader knows its position), "seedable" (the order of each
-            epoch follows from a seed) and "fsdp".
+            epoch follows from a seed), "dispatch" (one rank reads the data for all), "workers"
+            (a process reads it) and "fsdp".
     """
 
     def __init__(
         self, how: str, *, kind: Any = Accelerator, seed: int = 0, width: int = 16, **options: Any
     ) -> None:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
+        if "workers" in how:  # which multiprocessing does not let a daemon have
+            multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
         self.accelerator = kind(
             cpu=True,
             dataloader_config=DataLoaderConfiguration(
-                use_stateful_dataloader="stateful" in how, use_seedable_sampler="seedable" in how
+                use_stateful_dataloader="stateful" in how,
+                use_seedable_sampler="seedable" in how,
+                dispatch_batches="dispatch" in how,
             ),
             **options,
         )
@@ -65,7 +71,9 @@ class Run:
         examples = torch.randn(
             4 * EPOCH * world_size, 8, generator=torch.Generator().manual_seed(1)
         )
-        loader = torch.utils.data.DataLoader(list(examples), batch_size=4, shuffle=True)
+        loader = torch.utils.data.DataLoader(
+            list(examples), batch_size=4, shuffle=True, num_workers=int("workers" in how)
+        )
         self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
             model, optimizer, loader, scheduler
         )
@@ -98,7 +106,10 @@ def train(
     if resume:
         run.accelerator.load_state(path)
         if "skip" in how:
-            loader = run.accelerator.skip_first_batches(loader, run.count.n % EPOCH)
+            skip = run.count.n % EPOCH
+            # Of the batches of the rank that reads, a step has one for each rank.
+            skip *= dist.get_world_size() if "dispatch" in how and dist.is_initialized() else 1
+            loader = run.accelerator.skip_first_batches(loader, skip)
     for _ in range(run.count.n // EPOCH, EPOCHS):
         for batch in loader:
             found.append(run.step(batch))

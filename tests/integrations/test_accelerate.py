@@ -35,7 +35,18 @@ def fresh(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         state._reset_state()
 
 
-@pytest.mark.parametrize("how", ["skip", "seedable skip", "stateful", "seedable stateful"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "skip",
+        "seedable skip",
+        "stateful",
+        "seedable stateful",
+        "dispatch skip",
+        "dispatch stateful",
+        "dispatch seedable stateful",
+    ],
+)
 @pytest.mark.parametrize("stop", [5, EPOCH, EPOCH + 5, 2 * EPOCH])
 def test_resumed_at_any_batch(how: str, stop: int, tmp_path: Path) -> None:
     whole = train(tmp_path, how)

@@ -32,7 +32,16 @@ def resume(path: Path, how: str) -> tuple[list[float], list[float]]:
     return found, train(path, how)
 
 
-@pytest.mark.parametrize("how", ["stateful", "fsdp stateful"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "stateful",
+        "fsdp stateful",
+        "dispatch stateful",
+        "dispatch skip",
+        pytest.param("dispatch workers stateful", marks=pytest.mark.slow),
+    ],
+)
 def test_killed_and_resumed(how: str, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match="died with exit code -9"):
         run_ranks(2, train_until_killed, tmp_path, how)

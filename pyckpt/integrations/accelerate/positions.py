@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from accelerate.data_loader import DataLoaderShard
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 
 import pyckpt
 from pyckpt.errors import LoadError
@@ -38,6 +38,10 @@ class Position:
         self._is_left = False  # the program has left the epoch before its end
         self._before = 0  # examples of the epoch that were used before the last resume
         self._batches = 0  # that the loader's own loader has given since then
+        # Of the loader's own loader, where a step takes several of its batches: after the last step
+        # that it has read, and after the one before that.
+        self._read: dict[str, Any] = {}
+        self._read_before: dict[str, Any] = {}
         self._skip = 0  # batches of the next epoch to drop
         self._replay: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None
         self._pending: dict[str, Any] | None = None  # what was loaded, until an epoch begins
@@ -61,31 +65,51 @@ class Position:
         loader.base_dataloader.__iter__ = _Epochs(self, loader)
 
     def epoch(self, loader: Any) -> Iterator[Any]:
-        """An epoch of a loader that is followed: the batches of its own loader."""
+        """An epoch of a loader that is followed: the batches of its own loader.
+
+        It begins in this call: before the first batch, a loader that dispatches batches looks up
+        the position of its own loader, which would begin the epoch where none has begun."""
         base = loader.base_dataloader
         if self._loader is None:  # the program has only one that skips batches of it
-            yield from type(base).__iter__(base)
-            return
+            return iter(type(base).__iter__(base))
+        if _only_receives(loader):
+            return self._unread(loader)
         replay, self._replay = self._replay, None
         skip, self._skip = self._skip, 0
         pending, self._pending = self._pending, None
         if pending and pending.get("is_left") and not self._is_stateful and self._loader is loader:
             replay = None  # the program begins another epoch in place of the one that it left
         with nullcontext() if replay is None else self._order(replay[0]):
-            epoch = self._epoch = getattr(loader, "iteration", 0)
+            self._epoch = getattr(loader, "iteration", 0)
             self._start, self._is_left = self._generators(), False
             self._batches = 0
             if replay is None:
                 self._before = 0
             batches = type(base).__iter__(base)
             first = list(itertools.islice(batches, 1))  # with it, the order is drawn
-        for batch in itertools.chain(first, batches):
+        rng = None if replay is None else replay[1]
+        return self._given(loader, self._epoch, itertools.chain(first, batches), skip, rng)
+
+    def _given(
+        self,
+        loader: Any,
+        epoch: int,
+        batches: Iterator[Any],
+        skip: int,
+        rng: dict[str, Any] | None,
+    ) -> Iterator[Any]:
+        """The batches of an epoch that has begun. With the first of them, this rank's generators
+        get their states at the save, ``rng``, if it was resumed."""
+        size = _batches_a_step(loader)
+        for batch in batches:
             self._batches += 1
+            if self._is_stateful and size > 1 and self._batches % size == 0:
+                self._read_before, self._read = self._read, loader.base_dataloader.state_dict()
             if self._batches <= skip:
                 continue
-            if replay is not None:
-                pyckpt.RngState().load_state_dict(replay[1])
-                replay = None
+            if rng is not None:
+                pyckpt.RngState().load_state_dict(rng)
+                rng = None
             try:
                 yield batch
             except GeneratorExit:
@@ -96,6 +120,15 @@ class Position:
         if prepared is not None and prepared is not loader:
             prepared.set_epoch(epoch + 1)
         self._start = None
+
+    def _unread(self, loader: Any) -> Iterator[Any]:
+        """The batches of a loader of which this rank reads none. No number is drawn for it, in this
+        epoch or at its end, where Accelerate looks up the position on this rank, too."""
+        self._epoch, self._pending = getattr(loader, "iteration", 0), None
+        before = self._generators()
+        batches = iter(type(loader.base_dataloader).__iter__(loader.base_dataloader))
+        self._set(before)
+        return batches
 
     def _generators(self) -> dict[str, torch.Tensor]:
         return {"torch": torch.get_rng_state()} | {
@@ -168,7 +201,9 @@ class Position:
         state = {"epoch": self._epoch, "generators": own, "start": self._start}
         state["is_left"] = self._is_left
         if self._is_stateful:
-            state["position"] = loader.state_dict()
+            # Accelerate takes off what was read ahead, but not where workers count it.
+            several = _batches_a_step(loader) > 1
+            state["position"] = self._read_before if several else loader.state_dict()
             size = self._examples_a_step()
             if size is not None:
                 # The loader is a batch ahead, since it has to know which one is the last.
@@ -240,6 +275,18 @@ class _Epochs:
     def __setstate__(self, state: tuple[Position, Any]) -> None:
         self._position, loader = state
         self._loader = weakref.ref(loader)
+
+
+def _only_receives(loader: Any) -> bool:
+    """Whether another rank reads the batches of a loader, and gives this one its part."""
+    return isinstance(loader, DataLoaderDispatcher) and loader.state.process_index != 0
+
+
+def _batches_a_step(loader: Any) -> int:
+    """How many batches of its own loader a prepared one takes for a step of all ranks."""
+    if not isinstance(loader, DataLoaderDispatcher) or loader.split_batches or loader.submesh_tp:
+        return 1
+    return int(loader.state.num_processes)
 
 
 def position_of(loader: Any) -> Position | None:
