@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from pyckpt.convert.numbering import name_parameters
+from pyckpt.convert.unwrapping import REPLICATED, unwrapping
 from pyckpt.train.state import values
+from pyckpt.train.state.modules import without_wrappers
 from pyckpt.train.state.per_rank import state_of_ranks
 
-__all__ = ["Contents", "is_optimizer", "is_weights", "without_prefix"]
-
-_DDP = "module."
+__all__ = ["Contents", "is_optimizer", "is_weights"]
 
 
 def is_optimizer(value: Any) -> bool:
@@ -37,11 +37,34 @@ def is_weights(value: Any) -> bool:
     )
 
 
-def without_prefix(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Weights without the prefix that DDP gives to every name."""
-    if weights and all(name.startswith(_DDP) for name in weights):
-        return {name.removeprefix(_DDP): one for name, one in weights.items()}
-    return dict(weights)
+def _unwrapped(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Weights without the names that wrappers give them."""
+    name_of = unwrapping(weights)
+    return {name_of(name): one for name, one in weights.items()}
+
+
+def _named_without_wrappers(
+    optimizer: Mapping[str, Any], model: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
+    """The groups and the states of an optimizer. The names of its parameters are those that its
+    module has without wrappers, which the optimizer may have had when the module had them not."""
+    groups = [dict(group) for group in optimizer["param_groups"]]
+    lists = [
+        group[key]
+        for group in groups
+        for key in ("params", "param_names")
+        if isinstance(group.get(key), list)
+    ]
+    name_of = unwrapping({one for names in lists for one in names if isinstance(one, str)}, model)
+
+    def renamed(one: Any) -> Any:
+        return name_of(one) if isinstance(one, str) else one
+
+    for group in groups:
+        for key in ("params", "param_names"):
+            if isinstance(group.get(key), list):
+                group[key] = [renamed(one) for one in group[key]]
+    return groups, {renamed(key): entries for key, entries in optimizer["state"].items()}
 
 
 @dataclass
@@ -68,9 +91,14 @@ class Contents:
 
     def add_model(self, weights: Mapping[str, Any], name: str = "model") -> None:
         """Add the state of a module."""
+        found = _unwrapped(weights)
+        pairs = zip(weights, found, strict=True)
+        if any(found_as not in (key, without_wrappers(key)) for key, found_as in pairs):
+            self.notes.append(
+                f"{name}: all names began with {REPLICATED!r}, as those of DDP do, and lost it"
+            )
         self.objects[name] = {
-            key: values.encode(value, f"{name}.{key}")
-            for key, value in without_prefix(weights).items()
+            key: values.encode(value, f"{name}.{key}") for key, value in found.items()
         } or values.encode({}, name)
 
     def add_optimizer(
@@ -84,13 +112,14 @@ class Contents:
         Args:
             weights: of the module whose parameters it steps, if they are known.
         """
-        groups = [dict(group) for group in state["param_groups"]]
-        named = {key: entries for key, entries in state["state"].items() if entries}
+        model = _unwrapped(weights or {})
+        groups, states = _named_without_wrappers(state, model)
+        named = {key: entries for key, entries in states.items() if entries}
         numbered = any(not isinstance(p, str) for group in groups for p in group["params"])
         if numbered and not all("param_names" in group for group in groups):
             names = None
             if self.named_by_order and weights is not None:
-                names = name_parameters(groups, named, without_prefix(weights))
+                names = name_parameters(groups, named, model)
             if names is None:
                 why = ", and the order of the weights does not tell which is which"
                 self.notes.append(

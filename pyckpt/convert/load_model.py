@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from pyckpt.convert.weight_files import find_weights, read_weights
+from pyckpt.convert.unwrapping import unwrapping
+from pyckpt.convert.weight_files import find_weights, is_extra_state, read_weights
 from pyckpt.dcp.load import load
 from pyckpt.dcp.reader import DirectReader
 from pyckpt.dcp.renaming import Rename
@@ -29,8 +30,10 @@ from pyckpt.format.paths import paths
 from pyckpt.remote.address import place_of
 from pyckpt.train.finder import Finder
 from pyckpt.train.restorer import LoadOptions, Restorer
+from pyckpt.train.state import values
 from pyckpt.train.state.app_state import AppState
-from pyckpt.train.state.modules import Trainable
+from pyckpt.train.state.modules import Names, Trainable
+from pyckpt.train.state.saved import tree
 from pyckpt.train.store.catalog import Catalog
 from pyckpt.train.store.pieces import Direct
 from pyckpt.train.sync.ranks import Ranks
@@ -218,27 +221,36 @@ def _load_bare(
     options: LoadOptions,
     ranks: Ranks,
 ) -> LoadReport:
-    live = _live(module, ranks.work)
+    live, extras = _live(module, ranks.work)
     metadata = reader.read_metadata()
-    saved = {
-        str(place[0]): metadata.state_dict_metadata[name] for name, place in paths(metadata).items()
+    places = paths(metadata)
+    tops = {str(place[0]): metadata.state_dict_metadata[name] for name, place in places.items()}
+    by_user = options.renames or str
+    renamed = _renamed(tops, by_user)
+    unwrapped = unwrapping(renamed, {*live, *extras})
+    saved = _renamed(renamed, unwrapped)
+    before = {unwrapped(by_user(name)): node for name, node in tree(metadata).items()}
+    templates = {
+        name: _template(extras[name].now, before[name]) for name in _given(extras, saved, options)
     }
-    if options.renames is not None:
-        saved = _renamed(saved, options.renames)
     shapes = {
         name: tuple(item.size) if isinstance(item, TensorStorageMetadata) else None
         for name, item in saved.items()
+        if name not in templates
     }
     kept, left = _compare(live, shapes, options)
-    state = {name: live[name] for name in live if name not in kept}
+    state = {name: live[name] for name in live if name not in kept} | templates
+    rename = None if [*saved] == [*tops] else lambda key: unwrapped(by_user(key))
     # A rank that finds another one lost leaves this group, so that those that wait in it see it.
     with ranks.acting("loading weights"):
-        report = load(state, reader=reader, rename=options.renames, process_group=ranks.work)
+        report = load(state, reader=reader, rename=rename, process_group=ranks.work)
+    for name in templates:
+        extras[name].put(values.decode(state[name]))
     return LoadReport(
         loaded=report.loaded,
         filled=report.filled,
         converted=report.converted,
-        kept=sorted(kept),
+        kept=sorted([*kept, *(extras.keys() - templates)]),
         unexpected=sorted(left),
         not_verified=report.not_verified,
         bytes=report.bytes,
@@ -254,9 +266,11 @@ def _load_files(module: nn.Module, path: Path, key: str, options: LoadOptions) -
     saved = read_weights(path)
     if options.renames is not None:
         saved = _renamed(saved, options.renames)
-    live = _live(module, None)
+    live, extras = _live(module, None)
+    saved = _renamed(saved, unwrapping(saved, {*live, *extras}))
+    given = {name: saved.pop(name) for name in _given(extras, saved, options)}
     _add_tied(saved, live)
-    kept, left = _compare(live, {name: tuple(one.shape) for name, one in saved.items()}, options)
+    kept, left = _compare(live, {name: _shape(one) for name, one in saved.items()}, options)
     complex_ones = [
         name
         for name, one in live.items()
@@ -281,6 +295,10 @@ def _load_files(module: nn.Module, path: Path, key: str, options: LoadOptions) -
             total += source.numel() * source.element_size()
             if source.dtype != one.dtype:
                 converted.append(Conversion(f"{key}.{name}", source.dtype, one.dtype))
+    for name, value in given.items():
+        extras[name].put(value)
+        loaded.append(f"{key}.{name}")
+    kept |= extras.keys() - given
     return LoadReport(
         loaded=loaded,
         converted=converted,
@@ -317,13 +335,101 @@ def _copy_shard(one: DTensor, source: torch.Tensor) -> None:
     local.copy_(source)
 
 
-def _live(module: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """The module's own tensors, by the names without wrappers."""
+@dataclass(frozen=True)
+class _Extra:
+    """What ``get_extra_state`` of a submodule returns now, and who takes another."""
+
+    name: str
+    now: Any
+    takers: list[Callable[[Any], None]]
+
+    def put(self, value: Any) -> None:
+        """Hand over what was loaded, which the module may keep.
+
+        Raises:
+            LoadError: the module does not take it.
+        """
+        if isinstance(value, torch.Tensor):
+            value = value.to(
+                self.now.device if isinstance(self.now, torch.Tensor) else "cpu", copy=True
+            )
+        try:
+            for take in self.takers:
+                take(value)
+        except Exception as error:
+            what = f"{self.name} was not taken: {type(error).__name__}: {error}"
+            raise LoadError(what) from error
+
+
+def _live(
+    module: nn.Module | Trainable, group: dist.ProcessGroup | None
+) -> tuple[dict[str, Any], dict[str, _Extra]]:
+    """The module's own tensors, and its extra states, by the names without wrappers."""
     try:
         state: Any = AppState({"model": module}, process_group=group).state_dict()["model"]
     except TypeError as error:  # such as one on the meta device
         raise LoadError(str(error)) from error
-    return {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
+    inner = module.module if isinstance(module, Trainable) else module
+    names = Names(inner)
+    takers: dict[str, list[Callable[[Any], None]]] = {}
+    for prefix, one in inner.named_modules(remove_duplicate=False):
+        if type(one).set_extra_state is not nn.Module.set_extra_state:
+            name = names(f"{prefix}._extra_state" if prefix else "_extra_state")
+            takers.setdefault(name, []).append(one.set_extra_state)
+    extras = {
+        name: _Extra(name, one, takers.get(name, []))
+        for name, one in state.items()
+        if is_extra_state(name)
+    }
+    tensors = {
+        name: one
+        for name, one in state.items()
+        if isinstance(one, torch.Tensor) and name not in extras
+    }
+    return tensors, extras
+
+
+def _given(
+    extras: Mapping[str, _Extra], saved: Mapping[str, Any], options: LoadOptions
+) -> list[str]:
+    """The extra states that are loaded. Files of safetensors hold none that is no tensor: one that
+    is not there stays as it is.
+
+    Raises:
+        LoadError: one that is a tensor is not there; or it is, and its module does not take it.
+    """
+    absent = [
+        name
+        for name, one in extras.items()
+        if name not in saved and isinstance(one.now, torch.Tensor)
+    ]
+    if absent and options.missing == "error":
+        raise LoadError(
+            f"the weights do not fit the module; not there ({len(absent)}): "
+            f"{some(sorted(absent), _KEYS_SHOWN)}",
+            missing=tuple(sorted(absent)),
+        )
+    given = [name for name in extras if name in saved]
+    deaf = [name for name in given if not extras[name].takers]
+    if deaf:
+        raise LoadError(
+            f"modules that have get_extra_state, and no set_extra_state to load with: "
+            f"{some(deaf, _KEYS_SHOWN)}"
+        )
+    return given
+
+
+def _template(now: Any, saved: Any) -> Any:
+    """What an extra state is loaded into, given its tree in the checkpoint. It may have another
+    shape than the present one."""
+    if isinstance(saved, TensorStorageMetadata):
+        device = now.device if isinstance(now, torch.Tensor) else "cpu"
+        return torch.empty(saved.size, dtype=saved.properties.dtype, device=device)
+    return values.template(None, saved)
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
 def _add_tied(saved: dict[str, torch.Tensor], live: Mapping[str, Any]) -> None:

@@ -18,13 +18,13 @@ from pyckpt.errors import CorruptCheckpoint, LoadError
 from pyckpt.format.files import open_regular, read_regular
 from pyckpt.train.store.model_files import SAFETENSORS
 
-__all__ = ["find_weights", "read_safetensors", "read_weights"]
+__all__ = ["find_weights", "is_extra_state", "read_safetensors", "read_weights"]
 
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS.items()}
 _HEADER_MAX = 100_000_000  # that of the safetensors package
 _BYTES_MAX = (1 << 63) - 1
 _INDEX_MAX = 1 << 28
-_NAMES = ("model.safetensors", "pytorch_model.bin")
+_NAMES = ("model.safetensors", "pytorch_model.bin", "adapter_model.bin")
 
 
 def find_weights(folder: Path, name: str = "") -> Path | None:
@@ -43,8 +43,14 @@ def find_weights(folder: Path, name: str = "") -> Path | None:
     return others[0] if len(others) == 1 else None
 
 
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a model, in pages of their files, which are read when they are used.
+def is_extra_state(name: str) -> bool:
+    """Whether a name in a module's state is that of what ``get_extra_state`` has returned."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def read_weights(path: Path) -> dict[str, Any]:
+    """The tensors of a model, in pages of their files, which are read when they are used; and the
+    extra states of its modules, which may be any plain values.
 
     Names that a safetensors file lists as tied to others (as `pyckpt.export` and safetensors'
     ``save_model`` do) lead to the tensors of these.
@@ -65,7 +71,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         weight_map = _parsed(read_regular(file, path, most=_INDEX_MAX), path).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CorruptCheckpoint(f"{path} has no weight_map", path=str(path))
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Any] = {}
     for name in sorted({str(name) for name in weight_map.values()}):
         # A name with a path in it would read files that are no part of this model.
         if name != os.path.basename(name) or name in ("", ".", ".."):
@@ -84,14 +90,18 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _read_one(path: Path) -> dict[str, torch.Tensor]:
+def _read_one(path: Path) -> dict[str, Any]:
     with open_regular(path) as file:
         # A header of safetensors begins with its length, and no archive does.
         if path.suffix == ".safetensors" or file.read(9)[8:] == b"{":
             return read_safetensors(path)
     value, left_out = read_torch(path)
     entries = value.items() if isinstance(value, Mapping) and not left_out else ()
-    tensors = {str(name): one for name, one in entries if isinstance(one, torch.Tensor)}
+    tensors = {
+        str(name): one
+        for name, one in entries
+        if isinstance(one, torch.Tensor) or is_extra_state(str(name))
+    }
     if not tensors or len(tensors) < len(entries):
         raise LoadError(
             f"{path} is no file of weights: it holds something else than named tensors; "

@@ -320,3 +320,105 @@ def test_sharded_modules(run: Path, tmp_path: Path) -> None:
     for found in run_ranks(2, _sharded, run, tmp_path / "hf"):
         assert all(found)
         assert len(found) == 12
+
+
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."]
+)
+@pytest.mark.parametrize("kind", ["file", "checkpoint"])
+def test_names_of_wrappers(kind: str, prefix: str, tmp_path: Path) -> None:
+    weights = {prefix + name: one for name, one in model_of(1).state_dict().items()}
+    path = tmp_path / "model.pt"
+    if kind == "file":
+        torch.save(weights, path)
+    else:
+        dcp.save(weights, checkpoint_id=path)
+    model = model_of(0)
+    report = pyckpt.load_model(model, path)
+    assert equal(model, model_of(1))
+    assert not report.unexpected
+
+
+def test_a_submodule_that_is_called_as_ddps(tmp_path: Path) -> None:
+    for prefix in ("", "module."):
+        saved, model = (nn.ModuleDict({"module": model_of(seed)}) for seed in (1, 0))
+        weights = {prefix + name: one for name, one in saved.state_dict().items()}
+        torch.save(weights, tmp_path / "model.pt")
+        dcp.save(weights, checkpoint_id=tmp_path / f"dcp{prefix}")
+        for path in (tmp_path / "model.pt", tmp_path / f"dcp{prefix}"):
+            model = nn.ModuleDict({"module": model_of(0)})
+            pyckpt.load_model(model, path)
+            assert equal(model, saved)
+
+
+class Extra(nn.Linear):
+    """With a state beside its tensors."""
+
+    def __init__(self, extra: Any = None) -> None:
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+EXTRAS = {
+    "tensor": torch.arange(3.0),
+    "longer": torch.arange(5.0),
+    "plain": {"seen": 3, "names": ["a", "b"]},
+    "mixed": {"scale": torch.ones(2), "k": [1, 2]},
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("kind", ["ours", "file", "bare", "bare by stock"])
+def test_extra_states(kind: str, extra: str, tmp_path: Path) -> None:
+    if (kind, extra) == ("ours", "longer"):
+        pytest.skip("a checkpoint's tensors have the shape of those that they are loaded into")
+    saved = nn.Sequential(Extra(EXTRAS[extra]), nn.Linear(2, 2))
+    path = tmp_path / "model.pt"
+    if kind == "ours":
+        pyckpt.save({"model": saved}, path)
+    elif kind == "file":
+        torch.save(saved.state_dict(), path)
+    elif kind == "bare":
+        pyckpt.save(saved.state_dict(), path)
+    else:
+        dcp.save(saved.state_dict(), checkpoint_id=path)
+    now = torch.zeros(3) if isinstance(EXTRAS[extra], torch.Tensor) else {"seen": 0}
+    model = nn.Sequential(Extra(now), nn.Linear(2, 2))
+    report = pyckpt.load_model(model, path)
+    found: Any = model[0].extra
+    assert str(found) == str(EXTRAS[extra])
+    assert torch.equal(model[0].weight, saved[0].weight)  # type: ignore[arg-type]
+    assert any("0._extra_state" in name for name in [*report.loaded, *report.filled])
+    assert not report.kept
+
+
+def test_extra_states_that_do_not_fit(tmp_path: Path) -> None:
+    class Deaf(Extra):
+        set_extra_state = nn.Module.set_extra_state
+
+    class Picky(Extra):
+        def set_extra_state(self, state: Any) -> None:
+            raise ValueError("not mine")
+
+    model = Extra(torch.ones(3))
+    torch.save(model.state_dict(), tmp_path / "with.pt")
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "without.pt")
+    with pytest.raises(LoadError, match="no set_extra_state"):
+        pyckpt.load_model(Deaf(), tmp_path / "with.pt")
+    with pytest.raises(LoadError, match="_extra_state was not taken: ValueError: not mine"):
+        pyckpt.load_model(Picky(), tmp_path / "with.pt")
+    with pytest.raises(LoadError, match="not in the module"):
+        pyckpt.load_model(nn.Linear(2, 2), tmp_path / "with.pt")
+    with pytest.raises(LoadError, match="not there"):
+        pyckpt.load_model(model, tmp_path / "without.pt")
+    for extra in (torch.ones(3), {"a": 1}):
+        report = pyckpt.load_model(Extra(extra), tmp_path / "without.pt", missing="keep")
+        assert report.kept == ["model._extra_state"]
+    pyckpt.load_model(Extra({"a": 1}), tmp_path / "without.pt")
