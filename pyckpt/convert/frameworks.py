@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from pyckpt.convert.adapters import is_adapter, named_as_in_the_model
 from pyckpt.convert.contents import Contents, is_optimizer
 from pyckpt.convert.stored import stored
 from pyckpt.convert.torch_files import read_torch
@@ -183,6 +184,8 @@ def _weights(contents: Contents, folder: Path, scratch: Path, stack: ExitStack) 
                 f"or {_MODEL}_0); DeepSpeed's are first made one file by its zero_to_fp32.py"
             )
         weights, path = read_weights(found), found
+        if is_adapter(path):
+            weights = named_as_in_the_model(weights, folder)
     contents.add_model(weights)
     # Files of safetensors have their names in another order than the module.
     return {} if path.suffix != ".bin" else dict(weights)

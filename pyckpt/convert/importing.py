@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pyckpt.convert import frameworks
+from pyckpt.convert.adapters import is_adapter, named_as_in_the_model
 from pyckpt.convert.contents import Contents, is_optimizer, is_weights
 from pyckpt.convert.copying import existing_above, write
 from pyckpt.convert.stored import stored
 from pyckpt.convert.torch_files import read_torch
-from pyckpt.convert.weight_files import find_weights, read_weights
+from pyckpt.convert.weight_files import find_weights, is_extra_state, read_weights
 from pyckpt.dcp.report import some
 from pyckpt.engine import Engine
 from pyckpt.errors import LoadError, UnsafeCheckpoint
@@ -41,6 +44,7 @@ _NAMES = {
 }
 """What programs call the parts of their checkpoints, and what the examples of pyckpt call them."""
 _STEPS = ("step", "global_step", "iteration", "iter_num")
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -216,7 +220,10 @@ class _Reader:
 
     def _read_weights(self, path: Path) -> None:
         self._contents.kind = "weights"
-        self._contents.add_model(read_weights(path))
+        weights = read_weights(path)
+        if is_adapter(path):
+            weights = named_as_in_the_model(weights, path.parent)
+        self._contents.add_model(weights)
 
     def _read_file(self) -> None:
         contents = self._contents
@@ -249,7 +256,7 @@ class _Reader:
             frameworks.lightning(contents, value)
         elif is_weights(value) and not any(map(is_optimizer, value.values())):
             contents.kind = "weights"
-            contents.add_model(value)
+            self._add_bare(value)
         else:
             contents.kind = "a file of torch.save"
             self._add_entries(value)
@@ -273,7 +280,7 @@ class _Reader:
             frameworks.titan(contents, state)
         elif is_weights(state) and not any(map(is_optimizer, state.values())):
             contents.kind = "weights in a DCP checkpoint"
-            contents.add_model(state)
+            self._add_bare(state)
         else:
             contents.kind = "a DCP checkpoint"
             self._add_entries(state)
@@ -297,6 +304,29 @@ class _Reader:
         saved = {**rest, "state_dict": state[weights], "optimizer_states": optimizers}
         frameworks.lightning(contents, saved)
 
+    def _add_bare(self, saved: Mapping[str, Any]) -> None:
+        """Weights, with what lies beside them."""
+        # A module's state has nothing else than tensors at its top, but for extra states.
+        beside = {
+            name: value
+            for name, value in saved.items()
+            if not isinstance(value, torch.Tensor) and "." not in name and not is_extra_state(name)
+        }
+        if beside:
+            told = [name for name in _STEPS if _step_of(saved.get(name)) is not None]
+            beside |= {name: saved[name] for name in told}
+            self._contents.notes.append(
+                f"beside the weights, and no part of the model: {some(beside, 5)}"
+            )
+        weights = {name: value for name, value in saved.items() if name not in beside}
+        scalars = [name for name in _STEPS if _step_of(weights.get(name)) is not None]
+        if scalars:  # it may be a buffer of the module, which has to get it
+            self._contents.notes.append(
+                f"{scalars[0]!r} is a tensor among the weights, and was imported as such; if "
+                "it is the step, pass step= (on the command line --step)"
+            )
+        self._add_entries({"model": weights, **beside})
+
     def _add_entries(self, saved: Mapping[str, Any]) -> None:
         """Each entry under its usual name."""
         contents = self._contents
@@ -309,8 +339,8 @@ class _Reader:
                 raise LoadError(f"{self._path} has {name!r} twice; give one another name")
             if name in OWN_KEYS:
                 continue
-            if name in _STEPS and contents.step is None and _is_step(value):
-                contents.step = int(value)
+            if name in _STEPS and contents.step is None:
+                contents.step = _step_of(value)
             if is_optimizer(value):
                 contents.add_optimizer(value, name, weights)
             elif is_weights(value):
@@ -319,8 +349,11 @@ class _Reader:
                 contents.add(name, value)
 
 
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _step_of(value: Any) -> int | None:
+    """The step that a value is, if it can be one."""
+    if isinstance(value, torch.Tensor) and not value.dim() and value.dtype in _INTEGERS:
+        value = int(value)
+    return value if type(value) is int and value >= 0 else None
 
 
 def _step_told(text: Any) -> int | None:
@@ -331,7 +364,7 @@ def _step_told(text: Any) -> int | None:
         found = json.loads(text)["step"]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return found if _is_step(found) else None
+    return _step_of(found)
 
 
 def _step_in_name(name: str) -> int | None:

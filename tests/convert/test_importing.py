@@ -111,6 +111,60 @@ def test_weights_of_ddp_lose_its_prefix(tmp_path: Path) -> None:
     assert torch.equal(other.model[0].weight, job.model[0].weight)
 
 
+@pytest.mark.parametrize("wrapped", ["both", "optimizer"])
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."]
+)
+def test_names_of_wrappers(prefix: str, wrapped: str, tmp_path: Path) -> None:
+    job = Job()
+    names = [(prefix + name, one) for name, one in job.model.named_parameters()]
+    job.optimizer = torch.optim.AdamW(names)
+    job.scheduler = torch.optim.lr_scheduler.StepLR(job.optimizer, 2)
+    job.to(2)
+    of_model = prefix if wrapped == "both" else ""
+    weights = {of_model + name: one for name, one in job.model.state_dict().items()}
+    saved = {"model": weights, "optimizer": job.optimizer.state_dict(), "step": 2}
+    torch.save(saved, tmp_path / "old.pt")
+    report = import_checkpoint(tmp_path / "old.pt", tmp_path / "run")
+    assert ("module." in of_model) == any("all names began with" in one for one in report.notes)
+    other = Job(seed=1)
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        assert checkpointer.restore({"model": other.model, "optimizer": other.optimizer}) == 2
+    assert torch.equal(other.model[0].weight, job.model[0].weight)
+    found, wanted = (one.optimizer.state_dict()["state"] for one in (other, job))
+    for number, state in wanted.items():
+        assert torch.equal(found[number]["exp_avg"], state["exp_avg"])
+
+
+def test_steps_that_are_tensors(tmp_path: Path) -> None:
+    weights = {"a": torch.ones(3), "b": torch.ones(2)}
+    torch.save({"model": weights, "step": torch.tensor(5)}, tmp_path / "old.pt")
+    assert import_checkpoint(tmp_path / "old.pt", tmp_path / "nested").step == 5
+    for step in (torch.tensor(5), 5):
+        mixed = {**weights, "c": torch.ones(1), "step": step, "epoch": 3}
+        torch.save(mixed, tmp_path / "old.pt")
+        report = import_checkpoint(tmp_path / "old.pt", tmp_path / "run", overwrite=True)
+        assert (report.step, {*report.names}) == (5, {"model", "epoch", "step"})
+        assert any("no part of the model" in one for one in report.notes)
+        assert {*pyckpt.load(report.path)["model"]} == {"a", "b", "c"}
+    # A module may have such a buffer.
+    torch.save({**weights, "step": torch.tensor(5)}, tmp_path / "old.pt")
+    report = import_checkpoint(tmp_path / "old.pt", tmp_path / "buffer")
+    assert (report.step, report.names) == (0, ["model"])
+    assert any("'step' is a tensor among the weights" in one for one in report.notes)
+    assert {*pyckpt.load(report.path)["model"]} == {"a", "b", "step"}
+
+
+def test_an_adapter_of_an_unknown_kind(tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 5}')
+    torch.save({"base_model.model.a.ia3_l": torch.ones(2)}, tmp_path / "adapter_model.bin")
+    for config, error in (('{"peft_type": "IA3"}', LoadError), ("[]", CorruptCheckpoint)):
+        (tmp_path / "adapter_config.json").write_text(config)
+        with pytest.raises(error, match=r"resume_from_checkpoint|not readable"):
+            import_checkpoint(tmp_path, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_parameters_get_names_by_order(tmp_path: Path) -> None:
     job = Job()
     job.to(2)

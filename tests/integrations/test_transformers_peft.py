@@ -12,6 +12,7 @@ from _huggingface import STEPS, At, Data, Interrupt, interrupt, losses, make_mod
 from _huggingface import make_trainer as make
 
 import pyckpt
+from pyckpt.convert import import_checkpoint
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")
 
@@ -67,6 +68,15 @@ def test_resumed(kind: Any, tmp_path: Path) -> None:
         found.model.named_parameters(), whole.model.parameters(), strict=True
     ):
         assert torch.equal(one, two), name
+
+
+def test_imported(tmp_path: Path) -> None:
+    start(tmp_path / "own", 17, kind=transformers.Trainer)
+    report = import_checkpoint(tmp_path / "own" / "checkpoint-15", tmp_path / "run")
+    assert report.step == 15
+    whole = make(tmp_path / "whole", model=adapted(), save_strategy="no")
+    whole.train()
+    assert losses(resume(tmp_path / "run")) == losses(whole)
 
 
 def test_the_base_model_is_not_saved(tmp_path: Path) -> None:
