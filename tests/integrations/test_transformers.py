@@ -276,6 +276,28 @@ def test_one_that_was_the_best_goes(tmp_path: Path) -> None:
     assert train_scripted(tmp_path, 1, 9, 10, 8, 10, 7, 10) == ["step-00000005", "step-00000006"]
 
 
+def test_one_that_became_the_best_after_its_save_is_kept_by_a_resumed_run(tmp_path: Path) -> None:
+    for stop in (3, 5):
+        trainer = make(
+            tmp_path,
+            kind=Scripted,
+            data=Data(8),  # of which an epoch has two steps
+            eval_data=Data(4),
+            eval_strategy="epoch",  # after the save of the epoch's last step
+            save_steps=1,
+            save_total_limit=1,
+            metric_for_best_model="loss",
+            greater_is_better=False,
+            callbacks=[At(stop + 1, interrupt)],
+        )
+        trainer.script = {2: 1.0, 4: 9.0}
+        with pytest.raises(Interrupt):
+            trainer.train(resume_from_checkpoint=stop == 5)
+        assert trainer.state.best_global_step == 2
+        assert names(tmp_path)[0] == "step-00000002"
+    assert names(tmp_path) == ["step-00000002", "step-00000005"]
+
+
 def test_checkpoints_of_an_earlier_run_do_not_count(tmp_path: Path) -> None:
     earlier = train_scripted(tmp_path, 2, 9, 9, 9, 9, 4, 5)
     assert earlier == ["step-00000005", "step-00000006"]

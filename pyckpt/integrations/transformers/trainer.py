@@ -302,6 +302,10 @@ class CheckpointerMixin:
         if self._checkpointer.directory == source.path.parent:
             step = self._checkpointer.restore(state, step=exactly, required=True)
             self._resumed = True
+            # It may have become the best after it was saved, which the checkpoint does not say.
+            best = self._me.state.best_global_step
+            if best and on_first((source.path.parent / directory_name(best)).is_dir):
+                self._saved.add(best)
         else:
             with pyckpt.Checkpointer(source.path.parent) as other:
                 step = other.restore(state, step=exactly, required=True)
