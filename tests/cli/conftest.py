@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from _ranks import run_ranks
+from _shards import save_shards
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import pyckpt
 from pyckpt.tools.contents import contents
@@ -48,20 +48,11 @@ def _made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _save_shards(directory: Path) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    model = {
-        "both": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)]),
-        "one": torch.full((2,), 5.0),
-    }
-    with pyckpt.Checkpointer(directory) as checkpointer:
-        checkpointer.save(7, {"model": model, "words": ["a", "b"]}, metrics={"loss": 0.5})
-
-
 @pytest.fixture(scope="session")
 def _nodes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("nodes")
-    run_ranks(2, _save_shards, root / "all")
+    # A child of this test's process finds no functions in conftest.py: there are several.
+    run_ranks(2, save_shards, root / "all")
     whole = root / "all" / "step-00000007"
     save_id = contents(whole).saved.save_id
     assert save_id is not None
