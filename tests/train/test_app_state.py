@@ -880,6 +880,14 @@ def test_numbers_of_numpy_become_python_s(tmp_path: Path) -> None:
     assert_equal(state["loss"], 0.5)
 
 
+def test_an_array_of_no_parameter(tmp_path: Path) -> None:
+    model = net()
+    save({"optimizer": Counting(model.parameters(), {"hist": np.arange(3)})}, tmp_path)
+    live: Any = Counting(model.parameters(), {"hist": np.zeros(3, dtype=np.int64)})
+    load({"optimizer": live}, tmp_path)
+    assert_equal(live.state["hist"], np.arange(3))
+
+
 @pytest.mark.parametrize(
     "value", [np.datetime64("2020-01-01", "ns"), np.timedelta64(5, "s"), np.datetime64("NaT")]
 )

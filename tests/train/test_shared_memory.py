@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _ranks import run_ranks
 from torch import nn
@@ -219,6 +220,62 @@ def trained(value: float) -> dict[str, Any]:
     return state | {"alone": model.weight, "leaf": {"w": leaf, "again": [leaf]}}
 
 
+def tied() -> nn.Sequential:
+    model = nn.Sequential(nn.Embedding(3, 3), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_tied_weights_in_a_plain_state_dict_stay_tied(
+    is_nested: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So that a later save of the dict has what training made of both."""
+
+    def state_of(model: nn.Module) -> dict[str, Any]:
+        return {"model": model.state_dict()} if is_nested else dict(model.state_dict())
+
+    one, other = tied(), tied()
+    save(state_of(one), tmp_path)
+    state = state_of(other)
+    with caplog.at_level(logging.WARNING, "pyckpt"):
+        load(state, tmp_path)
+    weights = state["model"] if is_nested else state
+    assert weights["1.weight"].data_ptr() == weights["0.weight"].data_ptr()
+    assert weights["0.weight"].data_ptr() == other[0].weight.data_ptr()
+    assert torch.equal(weights["1.weight"], one[0].weight)
+    assert not caplog.records
+
+
+def test_an_object_is_handed_its_tied_tensors(tmp_path: Path) -> None:
+    first = tied()
+    save({"keeper": Keeper(dict(first.state_dict()))}, tmp_path)
+    keeper = Keeper(dict(tied().state_dict()))
+    load({"keeper": keeper}, tmp_path)
+    assert keeper.best["0.weight"].data_ptr() == keeper.best["1.weight"].data_ptr()
+    assert torch.equal(keeper.best["1.weight"], first[0].weight)
+
+
+def test_a_list_in_two_places_stays_one_while_both_are_the_same(tmp_path: Path) -> None:
+    history = [1.0, float("nan"), torch.ones(2)]
+    save({"losses": history, "log": {"losses": history}}, tmp_path)
+    live: list[Any] = []
+    state: dict[str, Any] = {"losses": live, "log": {"losses": live}}
+    load(state, tmp_path)
+    assert state["log"]["losses"] is live
+    assert state["losses"] is live
+    assert live[0] == 1
+
+
+def test_what_is_kept_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save({"model": linear(1), "best": {"weight": torch.zeros(2, 3)}}, tmp_path)
+    model = linear(0)
+    best = {"weight": model.weight.detach()}
+    with caplog.at_level(logging.WARNING, "pyckpt"):
+        load({"model": model, "best": best}, tmp_path, keep=["best.weight"])
+    assert not caplog.records
+
+
 def test_parameters_stay_those_that_the_optimizer_has(tmp_path: Path) -> None:
     save(trained(float("nan")), tmp_path)
     live = trained(0)
@@ -306,6 +363,35 @@ def sharded(path: str) -> None:
 
 def test_sharded_tensors(tmp_path: Path) -> None:
     run_ranks(2, sharded, str(tmp_path))
+
+
+class Meets:
+    """Its ranks restore it together."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        dist.barrier()
+
+
+def refused_on_one_rank(path: str) -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    model = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh)
+    other = model.weight.detach().clone()
+    if dist.get_rank() == 1:
+        other.to_local().add_(1)
+    save({"params": {"weight": other}, "model": model, "meets": Meets()}, Path(path))
+    state = {"params": dict(model.named_parameters()), "model": model, "meets": Meets()}
+    with pytest.raises(LoadError) as caught:
+        load(state, Path(path))
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_what_one_rank_refuses_no_rank_restores(tmp_path: Path) -> None:
+    for message in run_ranks(2, refused_on_one_rank, str(tmp_path)):
+        assert "params.weight and model.weight" in message
 
 
 # --- elements that share memory -------------------------------------------------------------------

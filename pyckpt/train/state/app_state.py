@@ -175,6 +175,9 @@ class AppState:
             )
             if check is not None:
                 report = check(report, plan.reader.read_metadata())
+            # Apart, since objects may use collectives when they are restored: a rank that goes on
+            # while another one fails would wait for it there.
+            together(lambda: self._judge(plan), process_group=self._group, doing="restoring")
             together(lambda: self._restore(plan), process_group=self._group, doing="restoring")
         kept = [key for entry in plan.entries for key in entry.kept]
         stay = {entry.name for entry in plan.entries if entry.stays}
@@ -226,18 +229,24 @@ class AppState:
         spared = spare(entries, keep)
         wanted = [entry for entry in entries if entry.name not in spared]
         plan = LoadPlan(wanted, reader, policy, rename, spared, claimed(entries))
-        if not isinstance(self._objects, MutableMapping):
-            fixed = [one.name for one in plan.entries if isinstance(one, ValueEntry) and one.fixed]
-            if fixed:
-                raise TypeError(
-                    f"{some(fixed, 20)} can only be restored into a dict that can be changed, and "
-                    f"{type(self._objects).__name__} cannot"
-                )
+        self._refuse_fixed(plan)
         return plan
 
+    def _judge(self, plan: LoadPlan) -> None:
+        plan.judge()
+        self._refuse_fixed(plan)
+
+    def _refuse_fixed(self, plan: LoadPlan) -> None:
+        if isinstance(self._objects, MutableMapping):
+            return
+        fixed = [one.name for one in plan.entries if isinstance(one, ValueEntry) and one.fixed]
+        if fixed:
+            raise TypeError(
+                f"{some(fixed, 20)} can only be restored into a dict that can be changed, and "
+                f"{type(self._objects).__name__} cannot"
+            )
+
     def _restore(self, plan: LoadPlan) -> None:
-        plan.settle(plan.states)
-        plan.compare()
         # Schedulers may look at their optimizers, and optimizers at their parameters.
         for entry in sorted(plan.entries, key=restore_turn):
             if entry.stays:

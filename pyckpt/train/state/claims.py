@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from pyckpt.dcp.leaves import is_plain_type, is_sharded_tensor
 
-__all__ = ["Claims", "fold", "is_equal", "is_folded", "memory_like"]
+__all__ = ["Claims", "fold", "is_alike", "is_equal", "is_folded", "memory_like"]
 
 _TRIED_BYTES = 1 << 26  # of a map of elements, one byte each, that is made to compare two tensors
 
@@ -33,10 +33,10 @@ class Claims:
         """Note that a tensor is filled for a key, or stays as it is.
 
         Args:
-            owner: the object of the state that the tensor is of.
+            owner: the object of the state that the tensor is of; empty for plain values.
         """
         for part in _parts(tensor):
-            self._devices.setdefault(part.device, _Ranges()).add(_Claim(part, key, owner))
+            self._devices.setdefault(part.device, _Ranges()).add(_Claim(part, key), owner)
 
     def taken(self, tensor: torch.Tensor, *, but: str | None = None) -> str | None:
         """The key for which some of a tensor's memory is taken; None if there is none.
@@ -46,8 +46,8 @@ class Claims:
         """
         for part in _parts(tensor):
             ranges = self._devices.get(part.device)
-            for claim in () if ranges is None else ranges.within(*_extent(part)):
-                if claim.owner != but and _overlap(claim.tensor, part):
+            for claim in () if ranges is None else ranges.near(part, but):
+                if _overlap(claim.tensor, part):
                     return claim.key
         return None
 
@@ -56,7 +56,12 @@ class Claims:
 class _Claim:
     tensor: torch.Tensor
     key: str
-    owner: str
+
+
+_Lattice = tuple[int, int, int]
+_Claims = dict[str, dict[_Lattice, dict[int, list[_Claim]]]]
+"""By owner; then by lattice; then by where in the lattice's step the elements lie. So the columns
+of a matrix are not compared pair by pair."""
 
 
 @dataclass
@@ -65,26 +70,48 @@ class _Ranges:
 
     begins: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
-    claims: list[list[_Claim]] = field(default_factory=list)
+    claims: list[_Claims] = field(default_factory=list)
 
-    def add(self, claim: _Claim) -> None:
+    def add(self, claim: _Claim, owner: str) -> None:
         begin, end = _extent(claim.tensor)
         first, last = self._find(begin, end)
+        together: _Claims = self.claims[first] if first < last else {}
         if first < last:
             begin = min(begin, self.begins[first])
             end = max(end, self.ends[last - 1])
-        together = [one for claims in self.claims[first:last] for one in claims]
+        for claims in self.claims[first + 1 : last]:
+            for who, lattices in claims.items():
+                for lattice, places in lattices.items():
+                    for place, ones in places.items():
+                        _at(together, who, lattice, place).extend(ones)
+        lattice = _lattice(claim.tensor)
+        _at(together, owner, lattice, claim.tensor.data_ptr() % lattice[0]).append(claim)
         self.begins[first:last] = [begin]
         self.ends[first:last] = [end]
-        self.claims[first:last] = [[*together, claim]]
+        self.claims[first:last] = [together]
 
-    def within(self, begin: int, end: int) -> Iterator[_Claim]:
-        first, last = self._find(begin, end)
+    def near(self, tensor: torch.Tensor, but: str | None) -> Iterator[_Claim]:
+        """The claims that may overlap a tensor, but those of one owner."""
+        first, last = self._find(*_extent(tensor))
+        lattice = _lattice(tensor)
+        mine = tensor.data_ptr() % lattice[0]
         for claims in self.claims[first:last]:
-            yield from claims
+            for owner, lattices in claims.items():
+                if owner == but:
+                    continue
+                for other, places in lattices.items():
+                    if other == lattice:
+                        yield from places.get(mine, ())
+                    else:
+                        for ones in places.values():
+                            yield from ones
 
     def _find(self, begin: int, end: int) -> tuple[int, int]:
         return bisect_right(self.ends, begin), bisect_left(self.begins, end)
+
+
+def _at(claims: _Claims, owner: str, lattice: _Lattice, place: int) -> list[_Claim]:
+    return claims.setdefault(owner, {}).setdefault(lattice, {}).setdefault(place, [])
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -120,15 +147,31 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return begin, begin + (sum((n - 1) * s for n, s in steps) + 1) * tensor.itemsize
 
 
+def _lattice(tensor: torch.Tensor) -> _Lattice:
+    """The bytes by multiples of which all elements of a tensor are apart; those of an element; and
+    where its address lies among these."""
+    steps = (s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and s)
+    size = tensor.itemsize
+    return (math.gcd(*steps) or 1) * size, size, tensor.data_ptr() % size
+
+
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one device have a byte in common."""
     begin, end = _extent(one)
     first, last = _extent(other)
     if last <= begin or end <= first:
         return False
-    if begin == first or end == last or (_has_no_gaps(one) and _has_no_gaps(other)):
+    if begin == first or end == last:
+        return True
+    if _has_no_gaps(one) and (begin <= first or last <= end):
+        return True
+    if _has_no_gaps(other) and (first <= begin or end <= last):
         return True
     # Columns of one matrix, for instance, lie in each other's gaps.
+    step = math.gcd(_lattice(one)[0], _lattice(other)[0])
+    apart = (begin - first) % step
+    if apart >= other.itemsize and apart + one.itemsize <= step:
+        return False
     unit = math.gcd(one.itemsize, other.itemsize, begin - first)
     start = min(begin, first)
     size = (max(end, last) - start) // unit
@@ -203,10 +246,28 @@ def memory_like(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if is_sharded_tensor(tensor) else torch.empty_like(tensor)
 
 
-def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one kind have the same bits here."""
+def is_equal(one: torch.Tensor, other: Any) -> bool:
+    """Whether two tensors of one kind have the same bits here. False if the other is no tensor."""
+    if not isinstance(other, torch.Tensor):
+        return False
     parts, others = _parts(one), _parts(other)
     return len(parts) == len(others) and all(map(_is_same, parts, others))
+
+
+def is_alike(one: Any, other: Any) -> bool:
+    """Whether two plain values are the same, as far as can be seen; tensors bit by bit."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return is_equal(one, other)
+    if isinstance(one, Mapping):
+        # In this order, in which they would be filled.
+        return list(one) == list(other) and all(is_alike(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(is_alike, one, other))
+    return bool(one == other or (one != one and other != other))  # NaN is NaN here
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

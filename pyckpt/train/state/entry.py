@@ -137,6 +137,7 @@ class StatefulEntry(Entry):
     def __init__(self, name: str, value: Any) -> None:
         super().__init__(name)
         self._value = value
+        self._shared: dict[Path, torch.Tensor] = {}
 
     def state(self) -> Any:
         return values.encode(asked(self._value, self.name), self.name)
@@ -154,7 +155,11 @@ class StatefulEntry(Entry):
     def _place(self, path: Path, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor to load into. The object is handed it, whether it was its own or is a new
         one."""
-        if is_folded(tensor) or self.claims.taken(tensor) is not None:
+        if is_folded(tensor):
+            return memory_like(tensor)
+        if self.claims.taken(tensor) is not None:
+            if self.claims.taken(tensor, but=self.name) is None:
+                self._shared[path] = tensor
             return memory_like(tensor)
         self.claims.add(tensor, ".".join((self.name, *map(str, path))), self.name)
         return tensor
@@ -175,6 +180,13 @@ class StatefulEntry(Entry):
 
     def restore(self, loaded: Any) -> None:
         state = values.decode(loaded)
+        alike = [
+            path for path, one in self._shared.items() if is_equal(one, values.at(state, path))
+        ]
+        for path in alike:  # such as those of weights that are tied
+            _put(loaded, path, self._shared[path])
+        if alike:
+            state = values.decode(loaded)
         if self._is_lacking(state):
             return
         with sharding(self._value):
@@ -234,7 +246,7 @@ class ValueEntry(Entry):
         self.differing: list[Difference] = []
         self._kept: dict[tuple[str, ...], Any] = {}
         self._held: dict[Path, torch.Tensor] = {}
-        self._tied: dict[Path, tuple[torch.Tensor, str]] = {}
+        self._shared: dict[Path, tuple[torch.Tensor, str]] = {}
         self.parted: dict[str, str] = {}
         """Keys of tensors that share memory with others, and get memory of their own; each with the
         key that keeps it."""
@@ -277,7 +289,7 @@ class ValueEntry(Entry):
             self.stays = () in self._held
             # Nothing is loaded into an empty dict, and it holds the place in lists, too.
             for path, tensor in self._held.items():
-                self.claims.add(tensor, self._key(path), self.name)
+                self.claims.add(tensor, self._key(path))
             return values.template(live, saved, {path: {} for path in self._held}, self._place)
         trained = {path: tensor for path, tensor, _ in changed if values.is_trained(tensor)}
         # Loading raises the error of those that hold something, together with those of modules.
@@ -300,34 +312,40 @@ class ValueEntry(Entry):
         key."""
         if is_folded(tensor):
             return memory_like(tensor)
-        key = self._key(path)
         other = self.claims.taken(tensor)
         if other is None:
-            self.claims.add(tensor, key, self.name)
+            self.claims.add(tensor, self._key(path))
             return tensor
+        if any(path[: len(kept)] == kept for kept in self._kept):
+            return memory_like(tensor)  # what is kept takes its place
         live = values.at(self.value, path)
-        if isinstance(live, nn.Parameter) or (
-            isinstance(live, torch.Tensor) and not is_sharded_tensor(live) and live.requires_grad
-        ):
-            self._tied[path] = live, other
+        # With a module, a program may share its tensors until it has others to put there, as the
+        # best weights. These would follow the module if they were left so because they are equal.
+        is_own = self.claims.taken(tensor, but="") is None
+        if isinstance(live, torch.Tensor) and (is_own or _is_held(live)):
+            self._shared[path] = live, other
         else:
-            self.parted[key] = other
+            self.parted[self._key(path)] = other
         return memory_like(tensor)
 
     def compare(self, loaded: Any) -> None:
-        """Have tensors that an optimizer may hold, and that share memory with others, stay where
-        they are.
+        """Have tensors that share memory with others stay where they are, if the same was saved for
+        both.
 
         Raises:
-            LoadError: the checkpoint has other values for them than for the others.
+            LoadError: something else was saved for some that an optimizer may hold.
         """
+        if not self._shared:
+            return
         loaded = values.decode(loaded)
         differing = []
-        for path, (live, other) in self._tied.items():
+        for path, (live, other) in self._shared.items():
             if is_equal(live, values.at(loaded, path)):
                 self._held[path] = live
-            else:
+            elif _is_held(live):
                 differing.append(f"{self._key(path)} and {other}")
+            else:
+                self.parted[self._key(path)] = other
         if differing:
             raise LoadError(
                 "trained tensors that share memory in the state have different values in the "
@@ -373,13 +391,20 @@ class ValueEntry(Entry):
         ]
 
 
+def _is_held(live: torch.Tensor) -> bool:
+    """Whether an optimizer may hold this very tensor."""
+    if isinstance(live, nn.Parameter):
+        return True
+    return not is_sharded_tensor(live) and live.requires_grad
+
+
 def _put(root: Any, path: Path, value: Any) -> None:
     """Put a value into a loaded tree. Lists were cut behind the last entry that was loaded."""
     node = root
     for part, following in zip(path, [*path[1:], None], strict=True):
         if isinstance(node, list):
             node.extend({} for _ in range(len(node), int(part) + 1))
-        else:
+        elif part not in node:  # a key that is no string
             part = next((key for key in node if str(key) == part), part)
         if following is None:
             node[part] = value

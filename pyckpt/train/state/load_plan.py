@@ -79,7 +79,6 @@ class LoadPlan:
             if not entry.stays:
                 self.states[entry.name] = template
             mismatched |= entry.mismatched
-        self._tell_parted()
         self._missing = policy.missing
         self.settle(saved)
         self._by_name = {entry.name: entry for entry in self.entries}
@@ -107,15 +106,18 @@ class LoadPlan:
                 missing=tuple(self.kept),
             )
 
-    def compare(self) -> None:
-        """Decide, by what was loaded, about tensors that share memory.
+    def judge(self) -> None:
+        """Look at what was loaded, before any object is restored.
 
         Raises:
-            LoadError: one cannot hold what it has to.
+            LoadError: it lacks keys, or a tensor that shares memory with another cannot hold what
+                it has to.
         """
+        self.settle(self.states)
         for entry in self.entries:
             if isinstance(entry, ValueEntry) and not entry.stays:
                 entry.compare(self.states[entry.name])
+        self._tell_parted()
 
     def _tell_parted(self) -> None:
         parted = {

@@ -438,11 +438,14 @@ def _is_other(key: Any, entries: Tree, optimizer: Optimizer) -> bool:
     return KEYS in entries or str(key) in optimizer.state
 
 
+_FALSE = (bool, int, float, str, dict, list, tuple)  # those whose truth is told without a doubt
+
+
 def _keep_false(optimizer: Optimizer, state: dict[Any, Any]) -> None:
     """Add what the optimizer has under keys of its own, if it is false: earlier versions did not
     save that."""
     for key, value in optimizer.state.items():
-        if not isinstance(key, torch.Tensor) and not isinstance(value, torch.Tensor) and not value:
+        if isinstance(key, str) and (value is None or (isinstance(value, _FALSE) and not value)):
             state.setdefault(key, value)
 
 

@@ -19,7 +19,7 @@ from pyckpt.dcp import objects
 from pyckpt.dcp.leaves import first_on_meta, is_plain_type, whole_size
 from pyckpt.dcp.whole import ARRAY, KEYS, VALUE, Whole, decode, is_special
 from pyckpt.errors import PyckptError
-from pyckpt.train.state.claims import Claims
+from pyckpt.train.state.claims import Claims, is_alike
 from pyckpt.train.state.saved import Path, Tree
 
 __all__ = [
@@ -235,7 +235,7 @@ def of_other_shape(
 def at(value: Any, path: Path) -> Any:
     """What is at a path of a live value that was not encoded; None if there is nothing."""
     for part in path:
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and part not in value:  # a key that is no string
             value = {str(key): sub for key, sub in value.items()}
         value = _part(value, part)
     return value
@@ -309,8 +309,8 @@ def assign(live: Any, loaded: Any, claims: Claims | None = None, *, keep: bool =
         claims.containers[id(live)] = live, loaded, before
     else:
         _, other, before = known
-        if other is loaded:
-            return live  # it stood in both places when it was saved, too
+        if is_alike(other, loaded):
+            return live  # as far as can be seen, it stood in both places when it was saved, too
         live = copy.copy(live)
     if is_dict:
         keep = keep and _is_natural(before) and _is_natural(loaded)
