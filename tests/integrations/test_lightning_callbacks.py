@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from _lightning import BATCHES, Module, Stop, same, trainer
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
+    BaseFinetuning,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
@@ -121,6 +123,73 @@ def test_finetuning_goes_on(tmp_path: Path, way: str, stop: int) -> None:
     whole = run("whole")
     run("a", Kill(stop))
     check_rest(whole, run("a", ckpt_path=last(tmp_path / "a", way)), stop)
+
+
+class Taught(Module):
+    """With a part that the program itself freezes, and one that a callback trains later; each is
+    wrapped, or not."""
+
+    def __init__(self, *, wrapped: bool = False, larger: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        wrap: Any = partial(torch.compile, backend="eager") if wrapped else lambda one: one
+        teacher = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).requires_grad_(False)
+        teacher[1].track_running_stats = False
+        self.teacher = wrap(teacher)
+        self.backbone = wrap(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16)))
+        self.layers = nn.Sequential(self.backbone, nn.Linear(16, 4))
+        if larger:
+            self.late = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False)
+            self.late[1].track_running_stats = False
+            self.strict_loading = False
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.layers[1].parameters(), lr=0.02)
+
+
+class Unfreezing(BaseFinetuning):
+    """Trains the backbone, too, from the second epoch on."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.backbone, train_bn=False)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.backbone, optimizer, lr=0.01)
+
+
+def tracks(module: nn.Module) -> list[bool]:
+    """Whether its batch norms keep statistics."""
+    return [one.track_running_stats for one in module.modules() if isinstance(one, nn.BatchNorm1d)]
+
+
+@pytest.mark.parametrize("way", ["callback", "strategy"])
+@pytest.mark.parametrize("stop", [BATCHES, 2 * BATCHES])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_finetuning_goes_on_with_other_wrappers(
+    tmp_path: Path, way: str, stop: int, wrapped: bool
+) -> None:
+    def run(name: str, *callbacks: Any, wrapped: bool, **options: Any) -> Module:
+        module = Taught(wrapped=wrapped)
+        return fit(tmp_path / name, module, way, Unfreezing(), *callbacks, every=BATCHES, **options)
+
+    whole = run("whole", wrapped=wrapped)
+    run("a", Kill(stop), wrapped=not wrapped)
+    again = run("a", wrapped=wrapped, ckpt_path=last(tmp_path / "a", way))
+    check_rest(whole, again, stop)
+    for module in (whole, again):
+        assert not any(one.requires_grad for one in module.teacher.parameters())
+        assert all(one.requires_grad for one in module.layers.parameters())
+        assert [tracks(module.teacher), tracks(module.backbone)] == [[False], [True]]
+
+
+def test_what_a_checkpoint_does_not_know_stays_frozen(tmp_path: Path) -> None:
+    fit(tmp_path, Taught(), "callback", Unfreezing(), Kill(BATCHES), every=BATCHES)
+    again = Taught(larger=True)
+    fit(tmp_path, again, "callback", Unfreezing(), every=BATCHES)
+    assert min(again.losses) == BATCHES + 1
+    assert not any(one.requires_grad for one in again.late.parameters())
+    assert tracks(again.late) == [False]
 
 
 def test_finetuning_goes_on_from_a_file_of_lightnings_own(tmp_path: Path) -> None:

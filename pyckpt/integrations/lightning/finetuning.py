@@ -12,7 +12,10 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from pyckpt.train.state.modules import Names
 
 __all__ = ["KEY", "callbacks_of", "note", "regroup", "settle"]
 
@@ -30,20 +33,42 @@ def note(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     if callbacks_of(trainer):
         module = trainer.lightning_module
         checkpoint[KEY] = {
-            "parameters": [
-                name for name, one in module.named_parameters() if not one.requires_grad
-            ],
-            "batch_norms": [
-                name
-                for name, one in module.named_modules()
-                if isinstance(one, _BatchNorm) and not one.track_running_stats
-            ],
+            "parameters": _by_kind(
+                {name: one.requires_grad for name, one in _parameters(module).items()}
+            ),
+            "batch_norms": _by_kind(
+                {name: one.track_running_stats for name, one in _batch_norms(module).items()}
+            ),
         }
+
+
+def _by_kind(trained: Mapping[str, bool]) -> dict[str, list[str]]:
+    return {
+        "frozen": [name for name, is_trained in trained.items() if not is_trained],
+        "trained": [name for name, is_trained in trained.items() if is_trained],
+    }
+
+
+def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """By the names without wrappers, which may differ between a save and a resume."""
+    plain = Names(module)
+    return {plain(name): one for name, one in module.named_parameters()}
+
+
+def _batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
+    """By the names without wrappers."""
+    plain = Names(module)
+    # A name shows a wrapper by the period after it.
+    return {
+        plain(f"{name}."): one
+        for name, one in module.named_modules()
+        if isinstance(one, _BatchNorm)
+    }
 
 
 def regroup(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     """Have the callbacks make the optimizers' groups that a checkpoint has, and freeze what was
-    frozen.
+    frozen. What the checkpoint does not name stays as it is.
 
     Args:
         saved: what Lightning itself saves of a Trainer.
@@ -52,16 +77,33 @@ def regroup(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     for callback in callbacks_of(trainer):
         if (state := states.get(callback.state_key)) is not None:
             callback.load_state_dict(state)
+            _rename(callback, module)
             # Not that of a derived class, which was called, and may do other things.
             BaseFinetuning.on_fit_start(callback, trainer, module)
     frozen = saved.get(KEY)
     if frozen is None:  # of Lightning's own, or of an earlier release
         return
-    for name, param in module.named_parameters():
-        param.requires_grad_(name not in frozen["parameters"])
-    for name, one in module.named_modules():
-        if isinstance(one, _BatchNorm):
-            one.track_running_stats = name not in frozen["batch_norms"]
+    parameters, batch_norms = _parameters(module), _batch_norms(module)
+    for kind, is_trained in (("frozen", False), ("trained", True)):
+        for name in frozen["parameters"][kind]:
+            if name in parameters:
+                parameters[name].requires_grad_(is_trained)
+        for name in frozen["batch_norms"][kind]:
+            if name in batch_norms:
+                batch_norms[name].track_running_stats = is_trained
+
+
+def _rename(callback: BaseFinetuning, module: nn.Module) -> None:
+    """Have a callback that was loaded name parameters as the module does now."""
+    plain = Names(module)
+    names = {plain(name): name for name, _ in module.named_parameters()}
+    callback._internal_optimizer_metadata = {
+        i: [
+            {**group, "params": [names.get(plain(name), name) for name in group["params"]]}
+            for group in groups
+        ]
+        for i, groups in callback._internal_optimizer_metadata.items()
+    }
 
 
 def settle(trainer: Trainer) -> None:
