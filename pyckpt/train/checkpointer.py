@@ -36,7 +36,7 @@ from pyckpt.train.handle import SaveHandle
 from pyckpt.train.nodes.restoring import nodes_of
 from pyckpt.train.policy import Policy
 from pyckpt.train.prewarmer import Prewarmer
-from pyckpt.train.restorer import LoadOptions, Restorer
+from pyckpt.train.restorer import First, LoadOptions, Restorer
 from pyckpt.train.saver import Saver
 from pyckpt.train.schedule import Schedule
 from pyckpt.train.statistics import CheckpointerStatistics, Stopwatch
@@ -551,10 +551,22 @@ class Checkpointer(Finder):
         state = state_of(state)
         step = None if step is None else step_of(step)
         options = LoadOptions(missing, keep, unexpected, mismatched, rename, allow, share_reads)
+        return self._restore(state, options, step=step, required=required)
+
+    def _restore(
+        self,
+        state: Mapping[str, Any],
+        options: LoadOptions,
+        *,
+        step: int | None = None,
+        required: bool = False,
+        first: First | None = None,
+    ) -> int | None:
+        """``restore``; of each checkpoint that it tries, it loads ``first`` before the state."""
         self._saver.wait()
         self._ranks.check()
         start = time.perf_counter()
-        restored = self._restorer.restore(state, step, options, required=required)
+        restored = self._restorer.restore(state, step, options, required=required, first=first)
         if restored is not None:
             self._restore_seconds = time.perf_counter() - start
             self._schedule.go_back(restored)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -32,7 +32,7 @@ from pyckpt.train.store.transient import DELAYS, Failure, failure_of
 from pyckpt.train.sync.ranks import Ranks
 from pyckpt.train.tiers.tier import Tier
 
-__all__ = ["LoadOptions", "Restorer"]
+__all__ = ["First", "LoadOptions", "Restorer"]
 
 _logger = logging.getLogger("pyckpt")
 
@@ -79,6 +79,15 @@ class LoadOptions:
         if self.mismatched not in ("error", "keep"):
             raise ValueError(f"mismatched = {self.mismatched!r} must be 'error' or 'keep'.")
         function_of(self.rename)
+
+
+class First(NamedTuple):
+    """What is loaded of each checkpoint that is tried, before the state is loaded from it."""
+
+    objects: Mapping[str, Any]
+    """As a state."""
+    then: Callable[[], None]
+    """Called on each rank when they are loaded: makes the state fit this checkpoint."""
 
 
 class Restorer:
@@ -130,12 +139,13 @@ class Restorer:
         options: LoadOptions,
         *,
         required: bool,
+        first: First | None = None,
     ) -> int | None:
         """See ``Checkpointer.restore``."""
         doing = f"restoring from {self._catalog.directory}"
         with self._activity(doing) as here:
             with self._ranks.acting(doing):
-                found = self._restore(state, step, options, here, required=required)
+                found = self._restore(state, step, options, here, first, required=required)
             # What a handler of the log raises is not the error of a collective.
             if found is not None:
                 self._announcer.restored(found, here.seconds, self.report)
@@ -152,25 +162,26 @@ class Restorer:
         step: int | None,
         options: LoadOptions,
         here: Activity,
+        first: First | None,
         *,
         required: bool,
     ) -> CheckpointInfo | None:
         self._refuse_unusable(state, options)
         limit = step
-        first: Exception | None = None
+        newest: Exception | None = None
         self._mirror_failed = False
         if self._nodes is not None:
             self._nodes.settle()
         while True:
             found = self._agree_on_newest(limit, exactly=step)
             if found is None:
-                if first is not None:
-                    raise first
+                if newest is not None:
+                    raise newest
                 self._raise_if_damaged()
                 self._tell_nothing(required)
                 return None
             here.name = f"restoring {found.place}"
-            failure = self._load(found, state, options)
+            failure = self._load(found, state, options, first)
             if failure is None:
                 return found
             if self._turn_to_mirror(found):
@@ -183,7 +194,7 @@ class Restorer:
                 continue
             if step is not None:
                 raise failure
-            first = first or failure
+            newest = newest or failure
             self._log(
                 logging.ERROR,
                 "%s is corrupt and is passed over for an older checkpoint: %s",
@@ -363,7 +374,11 @@ class Restorer:
         return True
 
     def _load(
-        self, found: CheckpointInfo, state: Mapping[str, Any], options: LoadOptions
+        self,
+        found: CheckpointInfo,
+        state: Mapping[str, Any],
+        options: LoadOptions,
+        first: First | None = None,
     ) -> Exception | None:
         """Load a checkpoint on all ranks. If it is damaged, return the error, on all ranks. After a
         transient error, all ranks try again.
@@ -372,7 +387,7 @@ class Restorer:
             Exception: an error that has other causes than the checkpoint.
         """
         for delay in (*DELAYS, None):
-            failure = self._try(found, state, options)
+            failure = self._try(found, state, options, first)
             mine = Failure.NONE
             if failure is not None:
                 mine = failure_of(failure, last=delay is None)
@@ -397,7 +412,11 @@ class Restorer:
         raise failure or LoadError(f"{found.place} could not be loaded on {_which(found_on)}")
 
     def _try(
-        self, found: CheckpointInfo, state: Mapping[str, Any], options: LoadOptions
+        self,
+        found: CheckpointInfo,
+        state: Mapping[str, Any],
+        options: LoadOptions,
+        first: First | None,
     ) -> Exception | None:
         """Load a checkpoint on all ranks; return the error of this one."""
         with ExitStack() as held:
@@ -409,6 +428,10 @@ class Restorer:
             try:
                 with self._ranks.acting(f"loading {found.place}"):
                     self._together(keep, f"opening {found.place}")
+                    if first is not None:
+                        with self._reader(found) as reader:
+                            self._fill(found, reader, first.objects, options)
+                        self._together(first.then, f"preparing to load {found.place}")
                     reader = held.enter_context(self._reader(found))
                     self.report = self._fill(found, reader, state, options)
             except RanksLost:

@@ -12,7 +12,10 @@ import pytest
 pytest.importorskip("lightning")
 
 import torch
-from _lightning import BATCHES, Module, Stop, same, trainer
+import torch.distributed as dist
+from _lightning import BATCHES, Module, Stop, as_rank, same, trainer
+from _ranks import run_ranks
+from _training import damage
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -20,6 +23,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies import SingleDeviceStrategy as StockStrategy
 from torch import nn
 
@@ -190,6 +194,50 @@ def test_what_a_checkpoint_does_not_know_stays_frozen(tmp_path: Path) -> None:
     assert min(again.losses) == BATCHES + 1
     assert not any(one.requires_grad for one in again.late.parameters())
     assert tracks(again.late) == [False]
+
+
+def test_finetuning_goes_on_from_an_older_checkpoint(tmp_path: Path) -> None:
+    """The newest ones have another group of parameters, and prove damaged after it was made."""
+    whole = fit(tmp_path / "whole", Taught(), "callback", Unfreezing(), every=3)
+    fit(tmp_path / "a", Taught(), "callback", Unfreezing(), Kill(2 * BATCHES + 1), every=3)
+    steps = sorted((tmp_path / "a").glob("step-*"))
+    assert steps[-1].name == f"step-{2 * BATCHES:08}"
+    for path in steps[BATCHES // 3 : 2 * BATCHES // 3]:
+        damage(path)
+    again = Taught()
+    fit(tmp_path / "a", again, "callback", Unfreezing(), every=3)
+    check_rest(whole, again, BATCHES)
+
+
+def resume_past_damage(root: str) -> list[tuple[int, list[int], list[bool]]]:
+    """On each rank: the step, the sizes of the groups and what is trained, of an older checkpoint
+    once the newest one is damaged."""
+    found, rank = [], as_rank()
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            sizes = [len(group["params"]) for group in trainer.optimizers[0].param_groups]
+            trained = [one.requires_grad for one in module.layers.parameters()]
+            found.append((trainer.global_step, sizes, trained))
+
+    def run(stop: int) -> None:
+        saves = Checkpoints(root, every_steps=BATCHES, when_busy="wait")
+        callbacks = (Unfreezing(), saves, Look(), Kill(stop))
+        one = trainer(Path(root), *callbacks, epochs=EPOCHS, strategy=DDPStrategy(), **rank)
+        with contextlib.suppress(Stop):
+            one.fit(Taught())
+
+    run(2 * BATCHES)
+    if dist.get_rank() == 0:
+        damage(Path(root) / f"step-{2 * BATCHES:08}")
+    dist.barrier()
+    run(BATCHES)
+    return found[1:]
+
+
+def test_ranks_go_on_from_the_same_older_checkpoint(tmp_path: Path) -> None:
+    one = (BATCHES, [2], [False] * 4 + [True] * 2)
+    assert run_ranks(2, resume_past_damage, str(tmp_path)) == [[one], [one]]
 
 
 def test_finetuning_goes_on_from_a_file_of_lightnings_own(tmp_path: Path) -> None:

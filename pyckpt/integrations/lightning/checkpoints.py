@@ -17,6 +17,7 @@ from pyckpt.integrations.lightning.contents import Contents, Later, Template, du
 from pyckpt.train.arguments import directory_of, whole
 from pyckpt.train.finder import Finder
 from pyckpt.train.handle import SaveHandle
+from pyckpt.train.restorer import First, LoadOptions
 from pyckpt.train.state.per_rank import Merge
 from pyckpt.train.store.retention import Best
 
@@ -264,16 +265,12 @@ class Checkpoints(Checkpoint):
         assert self._checkpointer is not None
         template = Template(trainer, fitting=True, merge_data=self._merge_data)
         strict = trainer.lightning_module.strict_loading
-        restore = partial(
-            self._checkpointer.restore,
+        options = LoadOptions(
             missing="error" if strict else "keep",
             unexpected="error" if strict else "ignore",
         )
-        if first := template.first:
-            if restore(first) is None:
-                return
-            template.prepare()
-        restored = restore(template.objects)
+        first = First(objects, template.prepare) if (objects := template.first) else None
+        restored = self._checkpointer._restore(template.objects, options, first=first)
         if restored is None:
             return
         self._later = template.apply()

@@ -245,6 +245,7 @@ class Template:
         self._fitting = fitting
         self._loaders = pyckpt.PerRank([], merge=merge_data or _refuse)
         self._rest: dict[str, Any] = {}
+        self._before: finetuning.Before | None = None
         self.objects: dict[str, Any] = {"model": trainer.strategy.model, "lightning": self._rest}
         if fitting:
             self.objects |= {f"optimizer_{i}": one for i, one in enumerate(trainer.optimizers)}
@@ -260,7 +261,12 @@ class Template:
         return {"lightning": self._rest} if is_needed else {}
 
     def prepare(self) -> None:
-        """Make the optimizers' groups, when ``first`` is loaded."""
+        """Make the optimizers' groups, when ``first`` is loaded. Those that it made for another
+        checkpoint, whose objects could not be loaded, are put aside."""
+        if self._before is None:
+            self._before = finetuning.Before(self._trainer)
+        else:
+            self._before.put_back()
         finetuning.regroup(self._trainer, self._rest)
         self._rest.clear()
 

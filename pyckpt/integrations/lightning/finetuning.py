@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pyckpt.train.state.modules import Names
 
-__all__ = ["KEY", "callbacks_of", "note", "regroup", "settle"]
+__all__ = ["KEY", "Before", "callbacks_of", "note", "regroup", "settle"]
 
 KEY = "pyckpt_frozen"
 """Where it is, in what is saved of the Trainer."""
@@ -104,6 +104,36 @@ def _rename(callback: BaseFinetuning, module: nn.Module) -> None:
         ]
         for i, groups in callback._internal_optimizer_metadata.items()
     }
+
+
+class Before:
+    """What ``regroup`` changes, as it was when this was made: a checkpoint whose groups were made
+    may prove damaged, and those of an older one may be others."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._groups = [
+            (one, [{**group, "params": [*group["params"]]} for group in one.param_groups])
+            for one in trainer.optimizers
+        ]
+        module = trainer.lightning_module
+        self._parameters = [(one, one.requires_grad) for one in module.parameters()]
+        self._batch_norms = [
+            (one, one.track_running_stats)
+            for one in module.modules()
+            if isinstance(one, _BatchNorm)
+        ]
+        self._callbacks = [(one, one._internal_optimizer_metadata) for one in callbacks_of(trainer)]
+
+    def put_back(self) -> None:
+        """Make it so again."""
+        for optimizer, groups in self._groups:
+            optimizer.param_groups = [{**one, "params": [*one["params"]]} for one in groups]
+        for param, requires_grad in self._parameters:
+            param.requires_grad_(requires_grad)
+        for batch_norm, tracks in self._batch_norms:
+            batch_norm.track_running_stats = tracks
+        for callback, metadata in self._callbacks:
+            callback._internal_optimizer_metadata = metadata
 
 
 def settle(trainer: Trainer) -> None:
