@@ -73,16 +73,17 @@ class Job:
         self.tell(f"begin {begin}")
         # Before Python 3.14 a process is aborted that exits while a daemon thread is in a call of
         # torch, as `while True: torch.ones(100)` in such a thread shows; not so in one of ours.
+        # What collects garbage may end tensors, and what verifies asks torch how it writes some.
         for work, daemon in (
             (self._load, False),
             (self._stores.save, False),
             (self._stores.save, False),
             (self._stores.load, False),
             (self._thread, False),
-            (self._collect, True),
+            (self._collect, False),
             (self._ask(checkpointer), True),
             (self._record, True),
-            (self._verify, True),
+            (self._verify, False),
             (self._checksum, True),
         ):
             seed = self._random.randrange(1 << 30)
