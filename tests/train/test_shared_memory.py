@@ -267,6 +267,25 @@ def test_a_list_in_two_places_stays_one_while_both_are_the_same(tmp_path: Path) 
     assert live[0] == 1
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.zeros(0, 3), torch.zeros(0, 5)),
+        (torch.zeros(0), torch.zeros(0, dtype=torch.int8)),
+        (0.0, -0.0),
+        (1, True),
+    ],
+)
+def test_a_list_in_two_places_is_parted_by_the_least_difference(
+    one: Any, other: Any, tmp_path: Path
+) -> None:
+    save({"a": [one], "b": [other]}, tmp_path)
+    live: list[Any] = []
+    state = {"a": live, "b": live}
+    load(state, tmp_path)
+    assert [repr(state[key]) for key in "ab"] == [repr([one]), repr([other])]
+
+
 def test_what_is_kept_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save({"model": linear(1), "best": {"weight": torch.zeros(2, 3)}}, tmp_path)
     model = linear(0)

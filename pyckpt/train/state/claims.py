@@ -248,7 +248,7 @@ def memory_like(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_equal(one: torch.Tensor, other: Any) -> bool:
     """Whether two tensors of one kind have the same bits here. False if the other is no tensor."""
-    if not isinstance(other, torch.Tensor):
+    if not isinstance(other, torch.Tensor) or (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     parts, others = _parts(one), _parts(other)
     return len(parts) == len(others) and all(map(_is_same, parts, others))
@@ -267,7 +267,8 @@ def is_alike(one: Any, other: Any) -> bool:
         return list(one) == list(other) and all(is_alike(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(is_alike, one, other))
-    return bool(one == other or (one != one and other != other))  # NaN is NaN here
+    # Numbers by what is shown of them: NaN is NaN, and -0.0 is not 0.0.
+    return repr(one) == repr(other) if isinstance(one, float | complex) else bool(one == other)
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
