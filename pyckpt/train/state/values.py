@@ -291,7 +291,8 @@ def atoms(value: Any, name: str) -> dict[str, Any]:
 def assign(live: Any, loaded: Any, claims: Claims | None = None, *, keep: bool = False) -> Any:
     """Fill a live dict or list with loaded values, at any depth, so that references to it stay
     valid. Returns the value for the state: the live container, or the loaded value. A container
-    that stands in several places is filled for the first of them; the others get one like it.
+    that stands in several places stays one if the same was loaded for all of them. Otherwise it is
+    filled for the first of them, and the others get one like it.
 
     Args:
         claims: what this restore has filled, if it fills more than this.
